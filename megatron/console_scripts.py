@@ -27,7 +27,7 @@ def program_of(command: str, folder: Path) -> Path:
     for path in (folder / name, folder / "tools" / name):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{command}: there is no {name} in {folder} or its tools/; install the package again")
+    raise FileNotFoundError(f"{command}: there is no {name} in {folder} or in its tools/; install the package again")
 
 
 def main() -> NoReturn:

@@ -47,50 +47,60 @@ class BenchmarkConfig(FlagConfig):
     seq_length: int | None = option(None, "tokens per sample; default: the model's, else 512")
     micro_batch_size: int | None = option(None, "samples per forward; default: the model's, else 4")
     global_batch_size: int | None = option(
-        None, "samples per iteration; default: one micro-batch a replica, four with --parallel pp"
+        None, "samples per iteration; default: one microbatch per replica, or four with --parallel pp"
     )
-    attention_dropout: BelowOne = option(0.0, "dropout of attention probabilities, of every contender")
-    hidden_dropout: BelowOne = option(0.0, "dropout after the embedding and each block, of every contender")
-    bf16: bool = option(False, "ours in bfloat16 with float32 masters, peers under bfloat16 autocast; else float32")
+    attention_dropout: BelowOne = option(0.0, "dropout of attention probabilities, in every program that is compared")
+    hidden_dropout: BelowOne = option(
+        0.0, "dropout after the embedding and each block, in every program that is compared"
+    )
+    bf16: bool = option(
+        False,
+        "train in bfloat16: this project with float32 master weights, the peers under bfloat16 autocast; without "
+        "it all train in float32",
+    )
     parallel: Literal[tuple(PARALLEL)] = option(  # type: ignore[valid-type]
         "none",
-        "on several ranks: dp against DistributedDataParallel, zero3 against fully_shard, tp against DTensor, pp against "
-        "torch.distributed.pipelining",
+        "parallelism on several ranks, and what it is compared with: dp: DistributedDataParallel; zero3: "
+        "fully_shard; tp: DTensor; pp: torch.distributed.pipelining",
     )
-    ranks: Count = option(2, "ranks of --parallel, with equal shares of the cores")
+    ranks: Count = option(2, "number of ranks with --parallel; they share the cores equally")
     peers: list[str] = option(
         ["plain", "plain-compiled", "transformers", "transformers-compiled"],
-        "plain PyTorch and transformers, eager and compiled, in our precision; fp32, bf16, compiled: transformers in float32, "
-        "bfloat16 autocast, compiled with autocast; none",
+        "programs to compare with: plain and transformers: PyTorch and transformers in the precision of this run, "
+        "eager or -compiled; fp32, bf16, compiled: transformers in float32, under bfloat16 autocast, compiled under "
+        "autocast; none",
         metavar="NAME",
     )
     compile: list[str] = option(
         ["off"],
-        "ways in which ours competes, each a contender: off, or another choice of training's --compile",
+        "how this project runs, each as a program of its own: off, or another choice of --compile in training",
         metavar="NAME",
     )
-    same_allocator: bool = option(False, "peers keep freed memory in the process, too, as ours does on a CPU")
-    rounds: Count = option(9, "measured turns of each contender")
-    warmup: WholeNumber = option(2, "unmeasured iterations of each contender; the first one compiles")
-    steps: Count | None = option(None, "iterations of a turn; default: half a second of them")
-    limit_seconds: Positive | None = option(None, "begin no turn after so many seconds")
-    profile: bool = option(False, "list the operators that take most of an iteration")
-    ceilings: bool = option(True, "do not measure the limits of the device", flags=("--no-ceilings",))
+    same_allocator: bool = option(
+        False, "the peers also keep freed memory in the process, as this project does on a CPU"
+    )
+    rounds: Count = option(9, "measured rounds of each program")
+    warmup: WholeNumber = option(2, "iterations of each program before the measurement; the first one compiles")
+    steps: Count | None = option(None, "iterations per measurement; default: as many as take half a second")
+    limit_seconds: Positive | None = option(None, "begin no measurement after this many seconds")
+    profile: bool = option(False, "list the operators that take most of the time of an iteration")
+    ceilings: bool = option(True, "do not measure the device's peak rates", flags=("--no-ceilings",))
     device: DeviceName = option("auto", "device to run on; auto: an accelerator if there is one")
-    json: str | None = option(None, "file for all measurements", metavar="FILE")
+    json: str | None = option(None, "JSON file for all measurements", metavar="FILE")
     works: list[str] = option(
         [],
-        "instead of --model: works by name or prefix, in this order; readme: all of README's table, parallel: those on two "
-        "ranks. Prints beforehand what each may take, and a row for each",
+        "models and settings to measure, instead of --model: their names or prefixes of names, in this order; "
+        "readme: all in README's table; parallel: those on two ranks. First prints how long each may take, then a "
+        "row for each",
         metavar="NAME",
     )
     records: str | None = option(
         None,
-        "JSON lines with the rounds of --works; rounds that are there, of the same code, machine and contenders, are not taken "
-        "again",
+        "JSONL file with the rounds of --works; a round that it already has for the same code, machine and programs "
+        "is not measured again",
         metavar="FILE",
     )
-    picture: str | None = option(None, "PNG with a bar for each contender and a dot for each round", metavar="FILE")
+    picture: str | None = option(None, "PNG file with a bar for each program and a dot for each round", metavar="FILE")
 
     def problems(self) -> Iterator[str]:
         unknown_peers = [name for name in self.peers if name not in (*PEERS, "none")]

@@ -42,29 +42,40 @@ class ConvertConfig(FlagConfig):
     """A model to write."""
 
     load: str | None = option(None, "folder with the model", metavar="DIR")
-    iteration: int | None = option(None, "iteration to take; default: the latest")
-    save_hf: str | None = option(None, "folder to write, which must not exist", metavar="DIR")
+    iteration: int | None = option(None, "iteration to convert; default: the latest")
+    save_hf: str | None = option(None, "Hugging Face folder to write, which must not exist", metavar="DIR")
     save: str | None = option(
         None,
-        "folder to write instead as a checkpoint of ours, which must not exist; --load is another project's",
+        "checkpoint folder to write instead, in this project's format; it must not exist, and --load is then a model "
+        "of another project",
         metavar="DIR",
     )
     save_dcp: str | None = option(
         None,
-        "folder to write instead by torch.distributed.checkpoint, which must not exist; it holds a pickle (.metadata)",
+        "folder to write instead with torch.distributed.checkpoint, which must not exist; it contains a pickle "
+        "(.metadata)",
         metavar="DIR",
     )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = option(
-        None, "dtype of the tensors; default: as they are"
+        None, "dtype of the written tensors; default: unchanged"
     )
     model_type: str | None = option(
-        None, "model_type to write, such as llama; default: the one it began as, or the first that fits"
+        None,
+        "model_type to write, such as llama; default: that of the Hugging Face model on which training "
+        "began, or the first that can express the model",
     )
-    max_shard_size: str | None = option(None, "bytes of one file of --save-hf, as 500MB; default: 5GB", read=read_size)
+    max_shard_size: str | None = option(
+        None, "largest size of one file of --save-hf, such as 500MB; default: 5GB", read=read_size
+    )
     tokenizer: str | None = option(
-        None, "folder with the tokenizer's files, which are copied; default: the one it began as", metavar="DIR"
+        None,
+        "folder whose tokenizer files are copied; default: the folder of the Hugging Face model on which "
+        "training began",
+        metavar="DIR",
     )
-    allow_missing_tensors: bool = option(False, "write a model that lacks tensors, without them; each is named")
+    allow_missing_tensors: bool = option(
+        False, "write the model even if tensors are missing; each missing tensor is named"
+    )
 
     def problems(self) -> list[str]:
         problems = missing(self, "load")
@@ -131,7 +142,7 @@ def write_dcp_folder(checkpoint: Checkpoint, out: Path, dtype: str | None = None
     """
     partial = out.with_name(out.name + ".partial")
     if exists(out):
-        raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
+        raise ConfigError(f"{out} exists already; give a folder that does not exist")
     if exists(partial):
         remove_tree(partial)
 

@@ -41,16 +41,18 @@ _SHOWN = 20  # number of differences of the state, and of tensors in a PNG
 class CheckpointInspectConfig(FlagConfig):
     """Checkpoints to look at."""
 
-    load: str | None = option(None, "checkpoint folder, of all iterations or of one", metavar="DIR")
-    ckpt_step: WholeNumber | None = option(None, "iteration (default: the latest)")
+    load: str | None = option(
+        None, "checkpoint folder: a --save folder, or the folder of one iteration in it", metavar="DIR"
+    )
+    ckpt_step: WholeNumber | None = option(None, "iteration to inspect; default: the latest")
     verify: bool = option(False, "read every byte and check every hash")
     tensors: str | None = option(
-        None, "list, or compare, only the tensors whose names match this regular expression", metavar="REGEX"
+        None, "list or compare only tensors whose names match this regular expression", metavar="REGEX"
     )
     compare: str | None = option(None, "another checkpoint folder, to compare tensor by tensor", metavar="DIR")
-    compare_step: WholeNumber | None = option(None, "iteration of --compare (default: the latest)")
-    png: str | None = option(None, "draw where the tensors differ into this file", metavar="FILE")
-    max_pictures: Count = option(4, "pictures printed of tensors that differ")
+    compare_step: WholeNumber | None = option(None, "iteration of --compare; default: the latest")
+    png: str | None = option(None, "PNG file: draw where the tensors differ", metavar="FILE")
+    max_pictures: Count = option(4, "most pictures of differing tensors to print")
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "load")

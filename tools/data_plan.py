@@ -27,8 +27,8 @@ class PlanConfig(FlagConfig):
 
     global_batch_size: Count | None = option(None, "samples per iteration")
     train_iters: Count | None = option(None, "training iterations")
-    train_samples: Count | None = option(None, "training samples, instead of --train-iters")
-    eval_interval: int = option(1000, "iterations between validations; 0: only after training")
+    train_samples: Count | None = option(None, "number of training samples, instead of --train-iters")
+    eval_interval: int = option(1000, "iterations between validations; 0: validate only after training")
     eval_iters: int = option(0, "global batches per validation; 0: plan the training split only")
 
     def problems(self) -> Iterator[str]:

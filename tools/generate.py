@@ -83,7 +83,8 @@ class GenerateConfig(FlagConfig):
     load: str | None = option(None, "checkpoint folder", metavar="DIR", required=True)
     model: str | None = option(
         None,
-        "script that trained, if it adds a tokenizer or an attention kernel; it runs up to pretrain()",
+        "script that trained the model; needed if it adds a tokenizer or an attention kernel; it runs up to its call "
+        "of pretrain()",
         metavar="FILE",
     )
     iteration: WholeNumber | None = option(
@@ -94,25 +95,29 @@ class GenerateConfig(FlagConfig):
     max_new_tokens: Count = option(
         64, "tokens to generate, unless the document ends first", flags=("--max-new-tokens", "--out-seq-length")
     )
-    num_samples: Count = option(1, "texts per prompt")
-    batch_size: Count = option(1, "texts generated at once; results differ from one at a time only by rounding")
+    num_samples: Count = option(1, "number of texts to generate per prompt")
+    batch_size: Count = option(1, "number of texts generated at once; it changes results only by rounding")
     genfile: str | None = option(None, "JSONL file for the texts instead of standard output", metavar="FILE")
     seed: Annotated[int, "[0, 2^32)"] = option(1234, "sampling seed")
-    recompute: bool = option(False, "no key/value cache: recompute all tokens for each new one")
+    recompute: bool = option(False, "without a key/value cache: recompute all tokens for each new token")
     decoder_start_token_id: WholeNumber | None = option(
-        None, "T5: id that begins the decoder's text; default: the tokenizer's, or that of a Hugging Face folder"
+        None,
+        "T5: id of the token that begins the decoder's text; default: that of the tokenizer, or of a Hugging "
+        "Face folder",
     )
     tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks")
     pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks")
-    context_parallel_size: Count = option(1, "context-parallel ranks: shards of each prompt")
+    context_parallel_size: Count = option(1, "context-parallel ranks, which shard each prompt")
     cp_comm_type: list[str] = option(
-        ["p2p"], "how context-parallel ranks see each other's tokens, as in training", metavar="TYPE"
+        ["p2p"], "communication of context-parallel attention, as in training", metavar="TYPE"
     )
-    hierarchical_context_parallel_sizes: list[int] | None = option(None, "as in training, for --cp-comm-type a2a+p2p")
+    hierarchical_context_parallel_sizes: list[int] | None = option(
+        None, "two numbers for --cp-comm-type a2a+p2p, as in training"
+    )
     device: DeviceName = option("auto", "device to run on; auto: an accelerator if there is one")
-    distributed_timeout_minutes: Count = option(10, "minutes until an unfinished collective is an error")
+    distributed_timeout_minutes: Count = option(10, "minutes after which an unfinished collective is an error")
     local_rank: int | None = option(
-        None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")
+        None, "rank of the process on its node; set by launchers", flags=("--local-rank", "--local_rank")
     )
 
     def problems(self) -> Iterator[str]:

@@ -30,8 +30,8 @@ _TOKENS_AT_ONCE = 1 << 24
 class InspectConfig(FlagConfig):
     """Token files to look at."""
 
-    input: list[str] | None = option(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders of them")
-    document: list[int] | None = option(None, "numbers of documents to print, counted from 0; -1 is the last")
+    input: list[str] | None = option(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders with such files")
+    document: list[int] | None = option(None, "documents to print, by number: 0 is the first, -1 the last")
     verify: bool = option(False, "read every token and check it")
 
     def problems(self) -> list[str]:

@@ -27,7 +27,9 @@ _SEQUENCES_AT_ONCE = 1 << 20
 class MergeConfig(FlagConfig):
     """Token files to merge."""
 
-    input: list[str] | None = option(None, "prefixes of PREFIX.bin and PREFIX.idx, or folders; merged in this order")
+    input: list[str] | None = option(
+        None, "prefixes of PREFIX.bin and PREFIX.idx, or folders with such files; they are merged in this order"
+    )
     output_prefix: str | None = option(None, "prefix of the merged files")
 
     def problems(self) -> list[str]:

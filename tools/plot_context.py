@@ -24,7 +24,7 @@ from tools.errors import run_tool
 class PlotContextConfig(FlagConfig):
     """Ring to draw."""
 
-    context_parallel_size: int = option(4, "ranks that share each sample")
+    context_parallel_size: int = option(4, "context-parallel ranks, which shard each sample")
     svg: str | None = option(None, "SVG file", metavar="FILE")
     text: bool = option(False, "print the drawing even with --svg")
     write_docs: str | None = option(

@@ -37,7 +37,10 @@ class PlotRunConfig(FlagConfig):
     """Plot of a run."""
 
     log: list[str] | None = option(
-        None, "logs or metrics files of training runs, each drawn under its file name", metavar="FILE", required=True
+        None,
+        "logs or metrics files of training runs; each curve is labelled with its file's name",
+        metavar="FILE",
+        required=True,
     )
     output: str | None = option(None, "PNG to write", metavar="FILE", required=True)
 
@@ -146,7 +149,7 @@ def read_log(path: str, text: str) -> Curves:
     try:
         curves = read_metrics(text) if text.lstrip().startswith("{") else read_curves(text)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds JSON, but is no --metrics-file: {error} is missing or invalid") from None
+        raise ValueError(f"{path} contains JSON, but is not a --metrics-file: {error} is missing or invalid") from None
     if not any(curves.of.values()):
         raise ValueError(
             f"{path} has no line of a run; give the output of pretrain_gpt.py, which has lines such as 'iteration 10/ 100 | "

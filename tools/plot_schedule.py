@@ -57,7 +57,7 @@ class PlotConfig(FlagConfig):
         f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
         flags=("--schedule", "--pipeline-schedule"),
     )
-    all: bool = option(False, "every schedule that fits the sizes")
+    all: bool = option(False, "plot every schedule that supports the sizes")
     pipeline_model_parallel_size: int = option(4, "pipeline ranks")
     microbatches: int = option(8, "microbatches per iteration")
     chunks: int | None = option(
@@ -70,9 +70,13 @@ class PlotConfig(FlagConfig):
     input_cost: float | None = option(None, "time of the input gradient; default: half a backward")
     weight_cost: float | None = option(None, "time of the weight gradient; default: the rest of a backward")
     transfer_cost: float = option(0.0, "time of a transfer to the next rank")
-    svg: str | None = option(None, "SVG file; with --all one per schedule, its name appended", metavar="FILE")
+    svg: str | None = option(
+        None, "SVG file to write; with --all one per schedule, with its name appended", metavar="FILE"
+    )
     trace: str | None = option(
-        None, "Chrome trace file (chrome://tracing, ui.perfetto.dev); with --all one per schedule", metavar="FILE"
+        None,
+        "Chrome trace file to write (for chrome://tracing, ui.perfetto.dev); with --all one per schedule",
+        metavar="FILE",
     )
     text: bool = option(False, "print the plot even with --svg or --trace")
     write_docs: str | None = option(

@@ -48,29 +48,34 @@ class PreprocessConfig(FlagConfig):
 
     input: list[str] | None = option(
         None,
-        "JSONL files (also .gz, .zst), Parquet files, folders, quoted patterns, or - for standard input, in this order",
+        "JSONL files (also .gz, .zst), Parquet files, folders, quoted glob patterns, or - for standard input; read "
+        "in this order",
         metavar="FILE",
         required=True,
     )
-    json_keys: list[str] = option(["text"], "keys to tokenize, each into its own files", metavar="KEY")
+    json_keys: list[str] = option(
+        ["text"], "JSON keys whose texts to tokenize; each key gets output files of its own", metavar="KEY"
+    )
     output_prefix: str | None = option(
         None, "output: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence", metavar="PREFIX", required=True
     )
     append_eod: bool = option(False, "append the end-of-document token to each document")
-    split_sentences: bool = option(False, "one sequence per sentence, for BERT and T5")
+    split_sentences: bool = option(False, "make one sequence per sentence instead of per document, for BERT and T5")
     sentence_splitter: Literal["rules", "nltk"] = option(
-        "rules", "built-in rules for English and similar languages, or the package nltk"
+        "rules", "rules: built-in rules for English and similar languages; nltk: the package nltk"
     )
     lang: str = option("english", "language for --sentence-splitter nltk")
     keep_newlines: bool = option(False, "keep white space after sentences")
-    workers: Count = option(1, "tokenizing processes")
+    workers: Count = option(1, "number of tokenizing processes")
     partitions: Count = option(1, "accepted without effect: work is divided automatically")
     keep_sequential_samples: bool = option(False, "accepted without effect: the input order is always kept")
     dataset_impl: Literal["mmap"] = option("mmap", "accepted without effect: mmap is the only format")
     chunk_size: int | None = option(None, "accepted without effect: work is divided automatically")
     log_interval: Count = option(10_000, "documents between progress lines")
-    on_error: Literal["fail", "skip"] = option("fail", "fail or skip on an unreadable line")
-    max_line_mb: Count = option(LONGEST_LINE_MB, "longest line in MB; a worker may need 100 times as much memory")
+    on_error: Literal["fail", "skip"] = option("fail", "what to do at an unreadable line: fail or skip it")
+    max_line_mb: Count = option(
+        LONGEST_LINE_MB, "longest allowed line in MB; a worker may need 100 times as much memory"
+    )
 
     def problems(self) -> Iterator[str]:
         yield from missing(self, "input", "output_prefix", "json_keys")

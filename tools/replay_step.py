@@ -60,7 +60,7 @@ class DumpedSamples:
         checkpoint.read_into(targets)
         if not self.columns:
             raise ConfigError(
-                f"{checkpoint.folder} holds no batches: the script's batches are no dictionaries of tensors"
+                f"{checkpoint.folder} contains no batches: the script's batches are not dictionaries of tensors"
             )
 
     def __len__(self) -> int:

@@ -38,15 +38,20 @@ class TrainTokenizerConfig(FlagConfig):
     """Tokenizer training."""
 
     input: list[str] | None = option(
-        None, "text files, folders of .jsonl, .json and .txt files, or quoted patterns", metavar="FILE", required=True
+        None,
+        "text files, folders of .jsonl, .json and .txt files, or quoted glob patterns",
+        metavar="FILE",
+        required=True,
     )
     json_key: str = option("text", "key of the text in JSONL files", metavar="KEY")
-    vocab_size: int = option(32_000, f"ids to make, {EOD} included; fewer come out if the text is small")
-    special_tokens: list[str] = option([], f"tokens to have beside {EOD}, such as those of --fim-data", metavar="TOKEN")
+    vocab_size: int = option(32_000, f"vocabulary size, including {EOD}; a small text gives fewer ids")
+    special_tokens: list[str] = option(
+        [], f"special tokens to add besides {EOD}, such as those of --fim-data", metavar="TOKEN"
+    )
     kind: Literal["bpe", "char", "wordpiece"] = option(
         "bpe",
-        f"tokens from bytes; an id for each character of the text, and {UNKNOWN} for all others; or BERT's: pieces of words "
-        "in lower case, in which --output is a vocab.txt",
+        f"bpe: byte-level BPE; char: an id for each character of the text, and {UNKNOWN} for all others; wordpiece: "
+        "BERT's WordPiece, in lower case, where --output is a vocab.txt",
     )
     output: str | None = option(None, "tokenizer.json (or vocab.txt) to write", metavar="FILE", required=True)
 

@@ -69,7 +69,7 @@ def absent_heads_in(state: Mapping[str, Any]) -> list[str]:
     """
     names = state.get(ABSENT_HEADS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{ABSENT_HEADS} is {names!r:.40}, not a list of names")
+        raise ConfigError(f"{ABSENT_HEADS} is {names!r:.40}; it must be a list of names")
     return names
 
 

@@ -96,7 +96,7 @@ def write_hf_folder(
         )
         if world.is_first:
             if exists(out):
-                raise ConfigError(f"{out} is there already; a folder is written anew: choose another")
+                raise ConfigError(f"{out} exists already; give a folder that does not exist")
             if tokenizer_folder is not None:
                 check_tokenizer_folder(tokenizer_folder)
             if exists(partial):

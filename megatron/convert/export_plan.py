@@ -207,8 +207,9 @@ def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
         return state
     if function != SOFTMAX:
         raise ConfigError(
-            f"{source} has attention that computes {function!r}, and what reads the folder would compute {SOFTMAX!r}; keep the "
-            "model as a checkpoint (--save). A kernel that computes the same says so: Kernel(..., computes=SOFTMAX)"
+            f"{source} has attention that computes {function!r}, but programs that read the folder would compute "
+            f"{SOFTMAX!r}; keep the model as a checkpoint (--save). If the kernel computes the same, it must say so: "
+            "Kernel(..., computes=SOFTMAX)"
         )
     if "transformer" not in settings:
         return state
@@ -223,11 +224,13 @@ def _model_in(state: dict[str, Any], source: str) -> tuple[ModelConfig, int]:
     if saved is None or "vocab_size" not in state or state.get("model", "GPTModel") not in known_models:
         known = " or a ".join(sorted(known_models))
         raise ConfigError(
-            f"{source} holds a {state.get('model', 'model without a name')}; what is written is a {known}"
+            f"{source} contains a {state.get('model', 'model without a name')}; only these can be written: {known}"
         )
     unknown = sorted(saved.keys() - {f.name for f in fields(ModelConfig)})
     if unknown:
-        raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
+        raise ConfigError(
+            f"{source} has unknown model settings: {', '.join(unknown)}; use the version of the code that wrote it"
+        )
     model = build(ModelConfig, saved)
     data = state["config"].get("data", {})
     if model.max_position_embeddings is None and model.position_embedding_type != "relative":
@@ -246,7 +249,7 @@ def _files(
     unmapped = sorted(records.keys() - {_PREFIX + mapping.param for mapping in mappings})
     if unmapped:
         more = f" and {len(unmapped) - 3} more" if len(unmapped) > 3 else ""
-        raise ConfigError(f"a {kind} has no place for {', '.join(unmapped[:3])}{more} of {source}")
+        raise ConfigError(f"a {kind} has no parameters for {', '.join(unmapped[:3])}{more} of {source}")
     files = [PlannedFile([], {})]
     for mapping in mappings:
         record = records[_PREFIX + mapping.param]

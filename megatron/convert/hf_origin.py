@@ -213,7 +213,7 @@ def check_tokenizer_folder(chosen: Path) -> None:
     if not aux_files_in(chosen):
         wrong = f"holds none of {', '.join(_AUX_FILES)}" if is_folder(chosen) else "is no folder"
         raise ConfigError(
-            f"{chosen} {wrong}; give the folder with the tokenizer's files as --tokenizer, or leave it out"
+            f"{chosen} {wrong}; give the folder with the tokenizer's files as --tokenizer, or leave out --tokenizer"
         )
 
 

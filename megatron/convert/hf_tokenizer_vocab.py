@@ -74,7 +74,7 @@ def _read_sentencepiece(data: bytes, path: Path) -> dict[str, int]:
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
-        raise ValueError(f"{path} is no sentencepiece model: {error}") from None
+        raise ValueError(f"{path} is not a sentencepiece model: {error}") from None
     return {model.id_to_piece(i): i for i in range(model.get_piece_size())}
 
 

@@ -38,7 +38,7 @@ def copy_checkpoint(
     with a line about each. Raises ConfigError, CheckpointError.
     """
     if exists(path_of(root)):
-        raise ConfigError(f"{root} is there already; a checkpoint is written anew: choose another folder")
+        raise ConfigError(f"{root} exists already; give a folder that does not exist")
     records = checkpoint.manifest.tensors
     check_complete(checkpoint.state, records, str(checkpoint.folder), allow=allow_missing, note=note)
     tensors = {}
@@ -100,4 +100,4 @@ class _LazyTensor(StoredTensor):
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:
         """Raise TypeError: the checkpoint is read only."""
-        raise TypeError(f"{self.name} of {self.checkpoint.folder} is read only")
+        raise TypeError(f"{self.name} of {self.checkpoint.folder} is read-only")

@@ -59,7 +59,7 @@ def describe_model(path: Path) -> ConfigOnlyModel:
     folder = path if is_folder(path) else None
     source = path if folder is None else folder / CONFIG
     if not is_file(source):
-        raise ConfigError(f"{source} is no file; give the config.json of a model, or the folder that holds it")
+        raise ConfigError(f"{source} is not a file; give the config.json of a model, or the folder that contains it")
     try:
         config = read_json(source)
     except CheckpointError as error:
@@ -105,7 +105,7 @@ def open_foreign(
     if not is_hf:
         return open_megatron(root, iteration, world, device)
     if iteration is not None:
-        raise ConfigError(f"{root} is no folder of iterations: leave iteration {iteration} out")
+        raise ConfigError(f"{root} has no folders of iterations; leave out iteration {iteration}")
     if is_titan:
         return open_titan(root, world, device)
     return open_hf_folder(root, world, device)

@@ -102,7 +102,10 @@ def family_of_titan(family: Family, kind: str, rotary_percent: float) -> Family:
     """
     if kind not in ROTATES_PAIRS or rotary_percent != 1:
         partly = "" if rotary_percent == 1 else " with heads that rotate in part"
-        raise ConfigError(f"{CONFIG}: model_type is {kind}{partly}; read of torchtitan are {', '.join(ROTATES_PAIRS)}")
+        raise ConfigError(
+            f"{CONFIG}: model_type is {kind}{partly}; of torchtitan's models only {', '.join(ROTATES_PAIRS)} can "
+            "be read"
+        )
     if not ROTATES_PAIRS[kind]:
         return family
     mappings = []

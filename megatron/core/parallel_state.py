@@ -166,8 +166,9 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 def _check_unchanged(setter: str, value: int | None, actual: int) -> None:
     if value not in (None, actual):
         raise ConfigError(
-            f"{setter}({value}): it is {actual} and cannot be changed; start the processes of the layout that you want, with "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into any layout)"
+            f"{setter}({value}): the value is {actual} and cannot be changed; start processes for the layout that "
+            "you want, with --tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into "
+            "any layout)"
         )
 
 
@@ -199,7 +200,9 @@ def _is_stage(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
         return stage in local_stages
     chunk = state.virtual_rank if vp_stage is None else vp_stage
     if chunk is None:
-        raise RuntimeError("no chunk is running: pass vp_stage, or set_virtual_pipeline_model_parallel_rank first")
+        raise RuntimeError(
+            "there is no current model chunk; pass vp_stage, or call set_virtual_pipeline_model_parallel_rank first"
+        )
     return local_stages[chunk] == stage
 
 
@@ -253,7 +256,9 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
     """Return the data-parallel group of a job that runs on gloo; NotImplementedError otherwise."""
     group = get_data_parallel_group(with_context_parallel, partial_data_parallel)
     if group is not None and backend_of(group) != "gloo":
-        raise NotImplementedError(f"a job on {backend_of(group)} has no gloo groups; use get_data_parallel_group()")
+        raise NotImplementedError(
+            f"a job with the backend {backend_of(group)} has no gloo groups; use get_data_parallel_group()"
+        )
     return group
 
 

@@ -15,7 +15,7 @@ from megatron.core.sharding.placement import Normal
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     """Raise ValueError unless the denominator divides the numerator."""
     if numerator % denominator:
-        raise ValueError(f"{numerator} is not divisible by {denominator}")
+        raise ValueError(f"{numerator} must be divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:

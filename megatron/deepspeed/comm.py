@@ -113,8 +113,9 @@ def init_distributed(
     expects_initialized = dist_init_required is False or init_method is not None or rank >= 0 or world_size > 0
     if expects_initialized and not was_initialized:
         raise RuntimeError(
-            "init_distributed(): dist_init_required=False, init_method, rank and world_size are for a script that has "
-            "initialised torch.distributed, which is adopted, and this one has not; leave them out and start with torchrun"
+            "init_distributed(): dist_init_required=False, init_method, rank and world_size are only for a script "
+            "that has already initialised torch.distributed, and this one has not; leave them out and start with "
+            "torchrun"
         )
     device_backend = Device.select(local_rank=get_local_rank()).backend
     if not was_initialized:
@@ -143,8 +144,8 @@ def _check_backend_available(requested: str | None, device_backend: str) -> None
         missing = names  # torch has them, but they need an accelerator, and this process computes on the CPU
     if missing:
         raise ConfigError(
-            f"init_distributed(dist_backend={requested!r}): {', '.join(missing)} is not available here; leave it out, or "
-            f"give {device_backend!r}, the back end of this process's device"
+            f"init_distributed(dist_backend={requested!r}): {', '.join(missing)} is not available; leave "
+            f"dist_backend out, or give {device_backend!r}, the backend of this process's device"
         )
 
 
@@ -156,8 +157,8 @@ def _check_active_backend(requested: str | None) -> None:
     names = str(dist.get_backend_config()).replace(",", ":").split(":")  # "cpu:gloo,cuda:nccl"
     if requested not in names:
         raise ConfigError(
-            f"init_distributed(dist_backend={requested!r}): torch.distributed is initialised already, with {active}; leave "
-            f"dist_backend out, or initialise torch.distributed with {requested!r}"
+            f"init_distributed(dist_backend={requested!r}): torch.distributed is already initialised with {active}; "
+            f"leave dist_backend out, or initialise torch.distributed with {requested!r}"
         )
 
 
@@ -168,9 +169,9 @@ def _check_launcher(auto_mpi_discovery: bool, port: int | None) -> None:
         return
     if not auto_mpi_discovery:
         raise ConfigError(
-            f"init_distributed(auto_mpi_discovery=False): this process was started by {launcher}, whose variables are then not "
-            "followed; leave it out, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start "
-            "with torchrun"
+            f"init_distributed(auto_mpi_discovery=False): this process was started by {launcher}, whose variables "
+            "are ignored with this argument; leave it out, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            "MASTER_PORT, or start with torchrun"
         )
     if port is not None:
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -279,7 +280,7 @@ def has_coalescing_manager() -> bool:
 
 def _require_backend() -> None:
     if not dist.is_initialized():
-        raise RuntimeError("no back end is up; call init_distributed() first")
+        raise RuntimeError("torch.distributed is not initialised; call init_distributed() first")
 
 
 def _process_group(group: Any) -> ProcessGroup:
@@ -311,7 +312,7 @@ def _operation(op: Any) -> Any:
     name = op.name if isinstance(op, Enum) else op
     if not isinstance(name, str) or name.lower() not in _OPERATIONS:
         raise ValueError(
-            f"op={op!r} is no operation; give one of torch.distributed.ReduceOp, or of {', '.join(_OPERATIONS)}"
+            f"op={op!r} is not an operation; give one of torch.distributed.ReduceOp, or of {', '.join(_OPERATIONS)}"
         )
     return _OPERATIONS[name.lower()]
 

@@ -33,7 +33,7 @@ WORKS = {
     "fp16.loss_scale_window": WorkingKey(
         int, "steps without overflow before the scale doubles; default 1000", lowest=1
     ),
-    "fp16.hysteresis": WorkingKey(int, "overflows before the scale is halved; default 2", lowest=1),
+    "fp16.hysteresis": WorkingKey(int, "overflows after which the scale is halved; default 2", lowest=1),
     "fp16.consecutive_hysteresis": WorkingKey(bool, "a step without overflow restores the hysteresis; default false"),
     "fp16.min_loss_scale": WorkingKey(float, "the smallest scale, where an overflow is an error; default 1"),
     "bf16.enabled": WorkingKey(bool, "switches the section on; default false"),

@@ -129,7 +129,7 @@ class DeepSpeedEngine(Engine):
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
-                "load_checkpoint(custom_load_fn=) is not built; load the module's weights by yourself"
+                "load_checkpoint(custom_load_fn=) is not built; load the module's weights in the script"
             )
         root = path_of(load_dir)
         world = self.mesh["world"]
@@ -218,12 +218,14 @@ def initialize(
     Raises ConfigError.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize(): model is a {type(model).__name__}; give a torch.nn.Module")
+        raise ConfigError(f"initialize(): model is a {type(model).__name__}; it must be a torch.nn.Module")
     if mesh_param is not None:
-        raise ConfigError("initialize(mesh_param=...): ranks that share a sequence are not supported; leave it out")
+        raise ConfigError("initialize(mesh_param=...): sequence parallelism is not supported; leave it out")
     configs = [x for x in (config, config_params, getattr(args, "deepspeed_config", None)) if x is not None]
     if len(configs) != 1:
-        raise ConfigError(f"initialize(): {len(configs)} configurations; give one, as config= or --deepspeed_config")
+        raise ConfigError(
+            f"initialize(): {len(configs)} configurations were given; give one, as config= or --deepspeed_config"
+        )
     if mpu is not None and not model_parallel_is_initialized():
         raise ConfigError("initialize(mpu=...): call megatron.core.mpu.initialize_model_parallel() before it")
 
@@ -243,7 +245,8 @@ def initialize(
         parameters = list(model_parameters)
         if not parameters:
             raise ConfigError(
-                "initialize(model_parameters=): it is empty; leave it out for all parameters that are trained"
+                "initialize(model_parameters=): it is empty; leave it out to train all parameters that require a "
+                "gradient"
             )
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer_or_groups = optimizer

@@ -24,7 +24,8 @@ def make_groups(section: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[
     params = dict(section.get("params") or {})
     if kind.lower() not in ("adam", "adamw", "sgd"):
         raise ConfigError(
-            f"ds_config: optimizer {kind!r} is not supported; use Adam, AdamW or SGD, or pass one of torch's to initialize()"
+            f"ds_config: optimizer {kind!r} is not supported; use Adam, AdamW or SGD, or pass a torch optimizer of "
+            "these kinds to initialize()"
         )
     name = "sgd" if kind.lower() == "sgd" else "adam"
     defaults = dict(TORCHS[name])
@@ -63,7 +64,7 @@ def FusedAdam(
     params: tensors of any shapes, or groups of them.
     """
     if amsgrad or not bias_correction:
-        raise ConfigError("FusedAdam: amsgrad, and Adam without bias_correction, are not built; leave them out")
+        raise ConfigError("FusedAdam: amsgrad=True and bias_correction=False are not built; leave them out")
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
@@ -92,10 +93,14 @@ class ZeroOptimizer(FlatOptimizerWithParamGroups):
     cur_scale = FlatOptimizerWithParamGroups.loss_scale
 
     def step(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("optimizer.step() is part of engine.step(), which reduces the gradients first; call that")
+        raise RuntimeError(
+            "optimizer.step() must not be called by itself; call engine.step(), which reduces the gradients first"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: engine.step() zeroes the gradients of its step."""
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("a rank has only its shard of the state; engine.save_checkpoint(folder) writes all of it")
+        raise RuntimeError(
+            "a rank has only its shard of the state; call engine.save_checkpoint(folder), which writes all of it"
+        )

@@ -40,9 +40,11 @@ def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     try:
         content = json.loads(Path(config).read_text(), object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ds_config {config}: {error}; it must be a JSON file") from error
+        raise ConfigError(f"ds_config {config} cannot be read as JSON: {error}; give a JSON file") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"ds_config {config} holds a {type(content).__name__}; it must be an object in braces")
+        raise ConfigError(
+            f"ds_config {config} contains a {type(content).__name__}; it must contain an object in braces"
+        )
     return content
 
 
@@ -81,7 +83,7 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
     offload_optimizer = _offload(zero, "offload_optimizer")
     offload_param = _offload(zero, "offload_param")
     if offload_param.tier != "device" and (stage != 3 or offload_optimizer.tier == "device"):
-        raise ConfigError("ds_config: offload_param needs stage 3, and offload_optimizer with a device; give both")
+        raise ConfigError("ds_config: offload_param needs stage 3, and offload_optimizer with a device too; give both")
     overlap_comm = bool(zero.get("overlap_comm"))
     bucket_size = zero.get("reduce_bucket_size")
 
@@ -135,7 +137,7 @@ def _batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     if total not in (None, micro * steps * ranks) or not micro * steps:
         raise ConfigError(
             f"ds_config: {names[0]} is {total}, but {names[1]} ({micro}) x {names[2]} ({steps}) x ranks ({ranks}) is "
-            f"{micro * steps * ranks}; change one, or leave one out"
+            f"{micro * steps * ranks}; change one of them, or leave one out"
         )
     return micro, steps
 

@@ -1,4 +1,4 @@
-"""Validation runs forwards of the training pipeline over a fixed first_sample_and_batches of another split, or over all of it."""
+"""Validation runs forwards of the training pipeline over a fixed window of another split, or over all of it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,6 +104,6 @@ def _check_counts(reports: list[Mapping[str, Any]]) -> None:
     for name, value in reports[-1].items():
         if not isinstance(value, torch.Tensor) or value.numel() != 2:
             raise ConfigError(
-                f"--full-validation: the loss function reports {name!r} as one number, a mean in which rows that fill up the "
-                "last microbatch count; it must report a pair (sum, count)"
+                f"--full-validation: the loss function reports {name!r} as one number, a mean that also counts the "
+                "padding rows of the last microbatch; it must report a pair (sum, count)"
             )

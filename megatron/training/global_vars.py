@@ -75,9 +75,8 @@ class Runtime:
         size = self.vocab_size_if_any
         if size is None:
             raise ConfigError(
-                "this model needs a vocabulary size: give --vocab-size N, or --tokenizer-type with its files; a "
-                "script sets its "
-                'own by pretrain(..., args_defaults={"vocab_size": N})'
+                "this model needs a vocabulary size; give --vocab-size N, or --tokenizer-type with its files, or in "
+                'a script pretrain(..., args_defaults={"vocab_size": N})'
             )
         return size
 
@@ -219,7 +218,7 @@ def get_tokenizer() -> Tokenizer:
     """
     runtime = get_runtime()
     if runtime.tokenizer is None:
-        raise ConfigError(f"this script asks for a tokenizer, and there is none: {NO_TOKENIZER}")
+        raise ConfigError(f"this script needs a tokenizer: {NO_TOKENIZER}")
     return cap_vocab_size(runtime.tokenizer, runtime.vocab_size)
 
 

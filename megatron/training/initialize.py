@@ -294,9 +294,10 @@ def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
         )
     if config.optimizer.reuse_fp32_param:
         yield (
-            "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. A master "
-            "half way between two weights that rounds towards zero (1 in 131,072 by chance) is kept one unit in the last "
-            "place nearer to zero; losses may in time differ in their last digits from a run without the flag"
+            "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. But a master "
+            "exactly halfway between two weights that rounds towards zero (1 in 131,072 by chance) is stored one "
+            "unit in its last place nearer to zero. In time the last digits of losses may differ from those of a run "
+            "without the flag"
         )
 
 
@@ -372,8 +373,8 @@ def select_device(config: DeviceConfig) -> Device:
         device.check_number(parallel_state.launched().local_size)
     if backend not in (None, "gloo", device.backend) and parallel_state.will_join():
         raise ConfigError(
-            f"--distributed-backend {backend} does not connect processes on --device {device.name}; leave it out (default: "
-            f"{device.backend}), or change --device"
+            f"--distributed-backend {backend} cannot connect processes on --device {device.name}; leave it out "
+            f"(default: {device.backend}), or change --device"
         )
     return device
 

@@ -112,8 +112,8 @@ def refuse_shared_embeddings(names: list[str], config: DataParallelConfig) -> No
         flags.append("--fixed-order-grad-reduce")
     if flags:
         raise ConfigError(
-            f"{', '.join(flags)}: the schedule places the first and the last stage on one rank, where they share {names[0]}; "
-            "leave it out, or give --untie-embeddings-and-output-weights"
+            f"{', '.join(flags)}: not possible with this schedule, which places the first and the last stage on one "
+            f"rank, where they share {names[0]}; leave it out, or give --untie-embeddings-and-output-weights"
         )
 
 

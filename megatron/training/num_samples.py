@@ -57,13 +57,14 @@ def check_datasets(datasets: Any, steps: int, needed: int, state: TrainState) ->
         )
     train = datasets[0]
     if steps > 0 and train is None:
-        raise ConfigError(f"no training data for {steps} iterations: give --split a first share above 0")
+        raise ConfigError(f"no training data for {steps} iterations; give --split a first share above 0")
     if steps > 0 and len(train) < needed:
         consumed = state.consumed_train_samples
         after = f" after the {consumed} already consumed" if consumed else ""
         raise ConfigError(
-            f"the training set has {len(train)} samples, but {steps} iterations with {needed - consumed} samples{after} "
-            f"need {needed}; use more data, or lower --train-iters (--train-samples) or --global-batch-size"
+            f"the training set has {len(train)} samples, but {steps} iterations with {needed - consumed} "
+            f"samples{after} need {needed}; use more data, or lower --train-iters (--train-samples) or "
+            "--global-batch-size"
         )
     return dict(zip(SPLITS, datasets))
 

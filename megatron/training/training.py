@@ -102,7 +102,7 @@ def pretrain(
         forward_step_func = model_type
         if isinstance(forward_step_func, ModelType) or not callable(forward_step_func):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
-            raise TypeError(f"pretrain() needs {expected}, after the model type")
+            raise TypeError(f"pretrain() needs {expected} after the model type")
 
     # an encoder and decoder model has a decoder, as long as the encoder unless the flag gives another length
     if model_type is ModelType.encoder_and_decoder:

@@ -85,20 +85,21 @@ def _by_suffix(dataset: Any, data: DataConfig) -> dict[str, Any]:
     names = data.validation_set_names or [str(number) for number in range(len(sets))]
     if len(names) != len(sets):
         raise ConfigError(
-            f"--validation-set-names gives {len(names)} names ({' '.join(names)}), and the script's provider {len(sets)} "
-            "validation sets; give one for each"
+            f"--validation-set-names gives {len(names)} names ({' '.join(names)}), but the script provides "
+            f"{len(sets)} validation sets; give one name for each"
         )
     return {f"-{name}": samples for name, samples in zip(names, sets)}
 
 
 def _padded(samples: Samples, name: str, samples_at_once: int) -> PaddedSet:
     if not len(samples):
-        raise ConfigError(f"the {name} set has no samples, so --full-validation has nothing to read; use more data")
+        raise ConfigError(f"the {name} set has no samples for --full-validation; use more data")
     padded = PaddedSet(samples, samples_at_once)
     if padded.has_empty_rows and "loss_mask" not in samples[0]:
         raise ConfigError(
-            f"--full-validation: the {name} set has {len(samples)} samples, no multiple of {samples_at_once} (--micro-batch-size "
-            "x data-parallel size), and its samples have no loss_mask by which a row can count nothing; leave it out"
+            f"--full-validation: the {name} set has {len(samples)} samples, not a multiple of {samples_at_once} "
+            "(--micro-batch-size x data-parallel size), so the last batch must be padded; without a loss_mask in the "
+            "samples the padding would count; leave out --full-validation"
         )
     return padded
 

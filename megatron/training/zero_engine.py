@@ -98,7 +98,10 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.lr_scheduler: Any = None
         if any(slot_of(p) is not None for p in module.parameters()):
-            raise ConfigError("the module lies in an engine's buffers already; make another, or go on with that engine")
+            raise ConfigError(
+                "the module's parameters are already in the buffers of an engine; make another module, or use "
+                "that engine"
+            )
 
         # read the optimizer's groups, before the parameters change
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -195,7 +198,7 @@ class Engine(nn.Module):
         """
         if self._backwards == 0:
             raise RuntimeError(
-                "engine.step() without a backward; call engine.backward(loss), not loss.backward(), before it"
+                "engine.step() was called without a backward; call engine.backward(loss) before it, not loss.backward()"
             )
         self._backwards = 0
         if self.is_gradient_accumulation_boundary():

@@ -104,7 +104,7 @@ def test_ranks_end_with_their_launcher(place, tmp_path):
         said = job.stderr(0)
         assert not any(map(lives, processes)), said
         for rank in range(2):
-            late = place == "importing" and f"rank {rank} of 2 did not meet the others" in said
+            late = place == "importing" and f"rank {rank} of 2 did not find the other ranks" in said
             assert late or f"rank {rank}: stopping, because its launcher" in said, said
 
 

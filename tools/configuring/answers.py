@@ -60,20 +60,18 @@ class Answers(FlagConfig):
 class Choices(FlagConfig):
     """The search and its result."""
 
-    micro_batch_size: Count | None = option(
-        None, "sequences that a rank computes at once; default: tries 1, 2, 4 and 8"
-    )
+    micro_batch_size: Count | None = option(None, "sequences per forward of a rank; default: tries 1, 2, 4 and 8")
     usable: Annotated[float, "(0, 1]"] = option(
-        0.9, "share of the memory that a layout may take; the rest is for workspaces of kernels and of communication"
+        0.9, "share of the memory that a layout may use; the rest is for workspaces of kernels and communication"
     )
-    show: Count = option(3, "end the search at this many layouts that fit, each with other sizes of TP and PP")
-    choose: Count | None = option(None, "the layout of those that fit, by its number; with --yes default: 1")
-    train_iters: Count = option(1000, "iterations that are written")
-    lr: Positive = option(3e-4, "learning rate that is written")
-    yes: bool = option(False, "ask nothing")
-    shell: str | None = option(None, "write a script for bash", metavar="FILE.sh")
-    yaml: str | None = option(None, "write the flags as a file for --yaml-cfg", metavar="FILE.yaml")
-    overwrite: bool = option(False, "replace files that are there")
+    show: Count = option(3, "stop the search after this many layouts that fit, each with other sizes of TP and PP")
+    choose: Count | None = option(None, "number of the layout to choose among those that fit; with --yes default: 1")
+    train_iters: Count = option(1000, "value of --train-iters to write")
+    lr: Positive = option(3e-4, "value of --lr to write")
+    yes: bool = option(False, "ask no questions")
+    shell: str | None = option(None, "write a bash script to this file", metavar="FILE.sh")
+    yaml: str | None = option(None, "write the flags to this file, for --yaml-cfg", metavar="FILE.yaml")
+    overwrite: bool = option(False, "replace existing files")
 
 
 class Question(NamedTuple):

@@ -209,7 +209,7 @@ def _parquet(path: str, file: BinaryIO, keys: list[str]) -> Source:
     try:
         table = parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no Parquet file, or damaged: {error}") from None
+        raise ValueError(f"{path} is not a Parquet file, or is damaged: {error}") from None
     names = table.schema_arrow.names
     missing = [key for key in keys if key not in names]
     if missing:

@@ -67,7 +67,7 @@ def family_of(config: Mapping[str, Any], source: str) -> Family:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ConfigError(f"{source}: model_type {kind!r:.60} is not among those that are read: {known}")
+        raise ConfigError(f"{source}: model_type is {kind!r:.60}; only these can be read: {known}")
     return FAMILIES[kind]
 
 
@@ -91,7 +91,8 @@ def settings_of(config: Mapping[str, Any], source: str) -> tuple[ModelSettings, 
     if unknown:
         which = ", ".join(f"{name} ({config[name]!r:.40})" for name in unknown)
         raise ConfigError(
-            f"{source}: the table of {config['model_type']} does not know {which}; what a model computes is never guessed"
+            f"{source}: the settings {which} of model_type {config['model_type']} are unknown; without them it is "
+            "not certain what the model computes, so nothing is read"
         )
     unsupported = sorted(settings.keys() - {f.name for f in fields(ModelConfig)})
     if unsupported:
@@ -118,7 +119,7 @@ def config_of(kind: str, model: ModelConfig, vocab_size: int, dtype: str) -> dic
         if expected[name] != read_back[name]:
             differing.append(f"{name} {expected[name]!r:.80} (it would be {read_back[name]!r:.80})")
     if differing:
-        raise ConfigError(f"a {kind} cannot say what this model computes: {'; '.join(differing)}")
+        raise ConfigError(f"a {kind} cannot express the settings of this model: {'; '.join(differing)}")
     return config
 
 

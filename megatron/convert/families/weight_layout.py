@@ -42,7 +42,7 @@ class View(NamedTuple):
     def parts(self, sizes: tuple[int, ...]) -> list["View"]:
         """Split along the first dimension, as `torch.split`. Raises ValueError if `sizes` do not add up to it."""
         if sum(sizes) != self.shape[0]:
-            raise ValueError(f"a tensor of shape {self.shape} is no {' + '.join(map(str, sizes))} rows")
+            raise ValueError(f"a tensor of shape {self.shape} cannot be split into {' + '.join(map(str, sizes))} rows")
         return [self.rows(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -193,9 +193,9 @@ def contiguous_copy_ranges(operation: str, heads: HeadCounts, ours: Shape) -> li
 def shape_of(boxes: list[Box]) -> Shape:
     """Return the shape of the tensor that these boxes cover. Raises ValueError if their sizes do not fit together."""
     if len({len(box) for box in boxes}) != 1:
-        raise ValueError("tensors of different dimensions are one of ours")
+        raise ValueError("tensors with different numbers of dimensions cannot be joined into one")
     shape = tuple(max(stop for _, stop in spans) for spans in zip(*boxes))
     numel = sum(prod(stop - start for start, stop in box) for box in boxes)
     if numel != prod(shape):
-        raise ValueError(f"parts with {numel} elements for a tensor of shape {shape}")
+        raise ValueError(f"the parts have {numel} elements, which do not fill a tensor of shape {shape}")
     return shape

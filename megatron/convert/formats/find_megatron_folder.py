@@ -66,7 +66,9 @@ def _folder_of(root: Path, iteration: int | None) -> tuple[Path, int]:
     if text == _RELEASE:
         return root / _RELEASE, 0
     if not re.fullmatch("[0-9]{1,12}", text):
-        raise CheckpointError(root / LATEST, f"says {text!r:.40}, which is no iteration", "write a number or release")
+        raise CheckpointError(
+            root / LATEST, f"says {text!r:.40}, which is not an iteration", "write a number or release"
+        )
     return root / folder_name(int(text)), int(text)
 
 

@@ -98,7 +98,7 @@ def _concatenated(views: Sequence[View], tensors: Sequence[TensorInFile], dim: i
     first = 0
     for view in views:
         if len(view.shape) <= dim:
-            raise ValueError(f"a tensor of shape {view.shape} has no dimension {dim} to be divided in")
+            raise ValueError(f"a tensor of shape {view.shape} has no dimension {dim} to shard")
         box = tuple((first, first + size) if d == dim else (0, size) for d, size in enumerate(view.shape))
         yield TensorPart(box, view, tensors[view.tensor_index])
         first += view.shape[dim]
@@ -173,7 +173,7 @@ def concat_qkv_version_1(heads: HeadCounts) -> Join:
 def _local_heads(view: View, heads: HeadCounts) -> int:
     """Return the number of heads in one rank's linear_qkv, [3 x heads x width, ...]."""
     if view.shape[0] % (3 * heads.width):
-        raise ValueError(f"{view.shape[0]} rows are no heads of {heads.width} features")
+        raise ValueError(f"{view.shape[0]} rows cannot be divided into heads of {heads.width} features")
     return view.shape[0] // (3 * heads.width)
 
 

@@ -72,7 +72,9 @@ def read_pickle(data: bytes) -> tuple[Any, int]:
     try:
         return unpickler.run(), unpickler.position
     except (IndexError, KeyError, struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise PickleError(f"is no pickle from byte {unpickler.position} on ({type(error).__name__})") from error
+        raise PickleError(
+            f"is not a valid pickle from byte {unpickler.position} on ({type(error).__name__})"
+        ) from error
 
 
 class _Unpickler:
@@ -92,7 +94,7 @@ class _Unpickler:
                 return self.pop()
             if opcode not in _OPCODES:
                 raise PickleError(
-                    f"has the instruction {opcode!r} at byte {self.position - 1}, which no checkpoint needs"
+                    f"has the pickle instruction {opcode!r} at byte {self.position - 1}, which no checkpoint needs"
                 )
             _OPCODES[opcode](self)
         raise PickleError(f"has more than {_MOST_STEPS} instructions")
@@ -100,7 +102,7 @@ class _Unpickler:
     def take(self, count: int) -> bytes:
         """Return the next bytes."""
         if not 0 <= count <= len(self.data) - self.position:
-            raise PickleError(f"ends within {count} bytes at byte {self.position}")
+            raise PickleError(f"ends too early: at byte {self.position} its pickle needs {count} more bytes")
         self.position += count
         return self.data[self.position - count : self.position]
 
@@ -115,12 +117,14 @@ class _Unpickler:
     def line(self) -> str:
         stop = self.data.find(b"\n", self.position, self.position + 1000)
         if stop < 0:
-            raise PickleError(f"has a name without an end at byte {self.position}")
+            raise PickleError(f"has a name in its pickle that never ends, from byte {self.position} on")
         return self.take(stop + 1 - self.position)[:-1].decode()
 
     def pop(self) -> Any:
         if self.marks and len(self.stack) <= self.marks[-1]:
-            raise PickleError(f"takes a value that is not there at byte {self.position}")
+            raise PickleError(
+                f"has a pickle instruction before byte {self.position} that takes a value from an empty stack"
+            )
         return self.stack.pop()
 
     def pop_mark(self) -> list[Any]:
@@ -139,13 +143,13 @@ class _Unpickler:
             is_allowed = module.split(".")[0] in _MODULES or is_builtin
         if not is_allowed:
             what = f"{module:.60}.{name:.60}" if are_texts else "no text"
-            raise PickleError(f"names {what!r}, which no checkpoint needs")
+            raise PickleError(f"names {what!r} in its pickle, a class or function that no checkpoint needs")
         return GlobalName(module, name)
 
 
 def _construct(constructor: Any, arguments: Any) -> Any:
     if not isinstance(constructor, GlobalName) or not isinstance(arguments, tuple):
-        raise PickleError("calls what is no name")
+        raise PickleError("calls an object in its pickle that is not a class or function")
     if str(constructor) in ("collections.OrderedDict", "builtins.dict") and not arguments:
         return {}
     return PickledObject(constructor, arguments)
@@ -172,7 +176,7 @@ def _build(unpickler: _Unpickler) -> None:
     if isinstance(target, PickledObject):
         target.state = state
     elif not isinstance(target, dict):  # attributes of a dictionary, as `_metadata` of a state_dict, are not read
-        raise PickleError("gives a state to what has none")
+        raise PickleError("sets the state of a pickled value that cannot have a state")
     unpickler.stack.append(target)
 
 
@@ -182,20 +186,20 @@ def _append(target: Any, values: list[Any]) -> None:
     elif isinstance(target, PickledObject):
         target.items.extend(values)
     else:
-        raise PickleError("appends to what is no list")
+        raise PickleError("appends in its pickle to a value that is not a list")
 
 
 def _set_items(target: Any, values: list[Any]) -> None:
     """values: key, value, key, value, ..."""
     if len(values) % 2 or not isinstance(target, dict | PickledObject):
-        raise PickleError("sets items of what is no dictionary")
+        raise PickleError("sets items in its pickle of a value that is not a dictionary")
     pairs = list(zip(values[::2], values[1::2]))
     if isinstance(target, PickledObject):
         target.items.extend(pairs)
         return
     for key, value in pairs:
         if not _is_key(key):
-            raise PickleError(f"has a key of type {type(key).__name__}")
+            raise PickleError(f"has a dictionary key of type {type(key).__name__}, which no checkpoint needs")
         target[key] = value
 
 
@@ -239,7 +243,7 @@ def _memoize(key_of: Callable[[_Unpickler], int]) -> Callable[[_Unpickler], None
 
 def _integer(data: bytes) -> int:
     if len(data) > _MOST_DIGITS:
-        raise PickleError(f"has a whole number of {len(data)} bytes")
+        raise PickleError(f"has a whole number of {len(data)} bytes, which is too long")
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -250,7 +254,7 @@ def _text(data: bytes) -> str:
 def _protocol(unpickler: _Unpickler) -> None:
     protocol = unpickler.number("B")
     if protocol > 5:
-        raise PickleError(f"has protocol {protocol}; read are those up to 5")
+        raise PickleError(f"has pickle protocol {protocol}; only protocols up to 5 can be read")
 
 
 def _mark(unpickler: _Unpickler) -> None:

@@ -53,7 +53,7 @@ def read_hf_folder(root: Path) -> HFFolder:
         notes.append(f"{root} holds code of its own (auto_map, *.py), which is never run; its weights alone are read")
     if "quantization_config" in config:
         raise ConfigError(
-            f"{root / CONFIG}: quantization_config: quantized weights are not read; give the unquantized model"
+            f"{root / CONFIG}: quantization_config: quantized weights cannot be read; give the unquantized model"
         )
     index = _read_index(root)
     tensors: dict[str, TensorInFile] = {}
@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         text = read_start(path, _MOST_JSON + 1) if is_file(path) else b""
         if len(text) > _MOST_JSON:
-            raise ValueError(f"it has more than {_MOST_JSON} bytes")
+            raise ValueError(f"it has more than {_MOST_JSON} bytes, which is too long")
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"cannot be read ({str(error)[:200]})", "fetch the folder again") from error
     return json_of(text, path)
@@ -90,7 +90,7 @@ def json_of(text: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text.decode(), object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
         if not isinstance(value, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"cannot be read ({str(error)[:200]})", "fetch the folder again") from error
     return value
@@ -115,7 +115,7 @@ def _read_index(root: Path) -> dict[str, str]:
         raise CheckpointError(root / INDEX, "has no weight_map", "fetch the folder again")
     for name, file in index.items():
         if not isinstance(file, str) or not re.fullmatch(_FILE_NAME, file) or ".." in file:
-            wrong = f"says that {name!r:.80} lies in {file!r:.80}, which is no name of a file in this folder"
+            wrong = f"says that {name!r:.80} is in {file!r:.80}, which is not the name of a file in this folder"
             raise CheckpointError(root / INDEX, wrong, "do not use this folder")
     return index
 

@@ -72,7 +72,7 @@ def settings_of_args(args: Mapping[str, Any], source: str) -> ModelSettings:
     on = [name for name in _MUST_BE_OFF if args.get(name) not in (None, False, 0, "", [])]
     if on:
         shown = ", ".join(f"{name} ({args[name]!r:.40})" for name in on)
-        raise ConfigError(f"{source}: the model was trained with {shown}, which is not read")
+        raise ConfigError(f"{source}: the model was trained with {shown}, which cannot be read")
     return _settings(ConfigReader(args, source))
 
 
@@ -135,7 +135,7 @@ def _activation(reader: ConfigReader, has_biases: bool) -> ModelSettings:
     kinds = ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "onnx_safe")
     on = [name for name in kinds if reader.choice(name, False, _BOOLS)]
     if len(on) > 1:
-        raise ConfigError(f"{reader.source}: {' and '.join(on)} are both on")
+        raise ConfigError(f"{reader.source}: {' and '.join(on)} are all true; a model has one of them")
     # Megatron-LM's GELU is the tanh form where bias and activation are one kernel, and the exact one without.
     is_fused = reader.choice("bias_gelu_fusion", True, _BOOLS) and has_biases
     settings_of_kind: dict[str, ModelSettings] = {
@@ -215,7 +215,7 @@ def _training(reader: ConfigReader) -> ModelSettings:
         settings[name] = reader.number(name, 0.1)
     half_precision = [name for name in ("bf16", "fp16") if reader.choice(name, False, _BOOLS)]
     if len(half_precision) > 1:
-        raise ConfigError(f"{reader.source}: bf16 and fp16 are both on")
+        raise ConfigError(f"{reader.source}: bf16 and fp16 are both true; a model has one of them")
     for name in half_precision:
         settings[name] = True
     settings["init_method_std"] = reader.number("init_method_std", 0.02)

@@ -82,7 +82,7 @@ def read_classic(path: Path) -> MegatronModel:
     source = f"{path / files[0, 0]}: args"
     if not args:
         raise ConfigError(
-            f"{source} are not there, which say what the model computes; checkpoints before 2019-11 have none"
+            f"{source} are missing, which say what the model computes; checkpoints from before 2019-11 have none"
         )
     settings = settings_of_args(args, source)
     _check_sizes(path, files, args)
@@ -136,7 +136,7 @@ def _chunks_of(file: TorchFile) -> RankChunks:
     are_in_order = not numbered or ("model" not in numbers and numbered == [*range(len(numbered))])
     if not numbers or not are_in_order:
         raise PickleError(
-            f"holds {', '.join(sorted(numbers)) or 'no model'}; what is read is model, or model0, model1, ..."
+            f"contains {', '.join(sorted(numbers)) or 'no model'}; it must contain model, or model0, model1, ..."
         )
     ordered = sorted(numbers, key=lambda key: int(numbers[key] or 0))
     return [dict(_tensors_in(file, file.values[key])) for key in ordered]
@@ -156,16 +156,16 @@ def _tensors_in(file: TorchFile, state_dict: Any) -> Iterator[tuple[str, TensorI
         elif map_param_name(name) is not None:
             tensor = file.tensor(value)
             if tensor is None:
-                raise PickleError(f"holds {name!r:.80}, which is no tensor")
+                raise PickleError(f"contains {name!r:.80}, which is not a tensor")
             yield name, tensor
-    raise PickleError(f"holds more than {_MOST_TENSORS} values in its model")
+    raise PickleError(f"contains more than {_MOST_TENSORS} values in its model")
 
 
 def _version_of(file: TorchFile) -> float:
     version = file.values.get("checkpoint_version", 0)
     if type(version) not in (int, float) or version not in _VERSIONS:
         shown = version if isinstance(version, int | float) else f"of type {type(version).__name__}"
-        raise PickleError(f"has checkpoint_version {shown}; read are {', '.join(map(str, _VERSIONS))}")
+        raise PickleError(f"has checkpoint_version {shown}; only {', '.join(map(str, _VERSIONS))} can be read")
     return float(version)
 
 
@@ -237,9 +237,9 @@ def _join_shards(
     """name: with {i} for the layer. tensors: by tensor-parallel rank."""
     join = find_join_rule(name, heads, version, is_gated)
     if join is None:
-        raise ValueError("a model here has no such tensor")
+        raise ValueError("the models here have no tensor of this name")
     if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError("its ranks have it in several dtypes")
+        raise ValueError("its dtype differs between ranks")
     if join is take_first:
         first, *others = tensors
         _check_equal(path, others, [first] * len(others), "its ranks differ in it, which each has whole")

@@ -70,11 +70,13 @@ def _settings_and_args(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]
         file = folder.file(folder.objects[_COMMON_STATE])
         values = file.values[0] if isinstance(file.values, list) and file.values else None
     else:
-        raise ConfigError(f"{folder.path} has neither {COMMON} nor common_state, which say what the model computes")
+        raise ConfigError(
+            f"{folder.path} has neither {COMMON} nor common_state; without them it is not known what the model computes"
+        )
     args = plain_args(values.get("args")) if isinstance(values, dict) else {}
     source = f"{folder.path / file.name}: args"
     if not args:
-        raise ConfigError(f"{source} are not there, which say what the model computes")
+        raise ConfigError(f"{source} are missing, which say what the model computes")
     return settings_of_args(args, source), args
 
 
@@ -95,7 +97,7 @@ def _parts_by_param(folder: DcpFolder) -> tuple[PartsByParam, list[str]]:
                 if half:
                     halves.setdefault(place, {})[half[2]] = parts
                 elif place in parts_by_param:
-                    raise ValueError("it is there under two names")
+                    raise ValueError("it is in the checkpoint twice, under two names")
                 else:
                     parts_by_param[place] = parts
         except (ValueError, IndexError) as error:
@@ -152,7 +154,7 @@ def _checked_parts(
     for (name_with_i, layer), parts in parts_by_param.items():
         name = name_with_i.replace("{i}", str(layer))
         if not is_known(name_with_i, heads, is_gated):
-            problems.append(f"{name!r:.90}: a model here has no such tensor")
+            problems.append(f"{name!r:.90}: the models here have no tensor of this name")
         elif is_tied and name_with_i == f"{OUTPUT_LAYER}.weight":
             embedding = parts_by_param.get((WORD_EMBEDDINGS, None), [])
             same_boxes = [x.box for x in parts] == [x.box for x in embedding]

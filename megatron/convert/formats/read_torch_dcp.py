@@ -77,10 +77,12 @@ class DcpFolder:
         tensor = self.tensors[name]
         chunks = []
         if tensor.dtype not in ITEM_BYTES:
-            raise ValueError(f"it has dtype {tensor.dtype:.30}; read are {', '.join(ITEM_BYTES)}")
+            raise ValueError(f"it has dtype {tensor.dtype:.30}; only {', '.join(ITEM_BYTES)} can be read")
         pieces = tuple(Piece(box, stored.file, 0, 0, "") for box, stored in tensor.chunks)
         if not is_covered_exactly_once(TensorRecord(tensor.dtype, tensor.shape, pieces)):
-            raise ValueError(f"its {len(pieces)} chunks do not cover its shape {tensor.shape} once")
+            raise ValueError(
+                f"its {len(pieces)} chunks do not cover each element of its shape {tensor.shape} exactly once"
+            )
         for box, stored in sorted(tensor.chunks):
             file = self.file(stored)
             try:
@@ -89,7 +91,7 @@ class DcpFolder:
                 raise CheckpointError(self.path / stored.file, str(error), FETCH_AGAIN) from error
             if x is None or x.dtype != tensor.dtype or x.shape != size_of(box):
                 shown = "no tensor" if x is None else f"a tensor of {x.dtype} and shape {x.shape}"
-                raise ValueError(f"its chunk {box} is {shown} in {stored.file}, and {tensor.dtype} in {METADATA}")
+                raise ValueError(f"its chunk {box} is {shown} in {stored.file}, but {tensor.dtype} in {METADATA}")
             chunks.append(BoxInFile(box, x))
         return chunks
 
@@ -100,11 +102,11 @@ def read_dcp(path: Path) -> DcpFolder:
     try:
         stat = backend_of(path).stat(path / METADATA)
         if stat is None or not stat.is_file or stat.size > MOST_BYTES:
-            raise PickleError(f"is no file of at most {MOST_BYTES} bytes")
+            raise PickleError(f"must be a file of at most {MOST_BYTES} bytes")
         data = read_start(path / METADATA, stat.size)
         value, length = read_pickle(data)
         if length != len(data):
-            raise PickleError(f"has {len(data) - length} bytes after its pickle")
+            raise PickleError(f"has {len(data) - length} more bytes after its pickle")
         fields = _fields(value, f"{_CLASSES}.Metadata")
         return _folder_of(path, fields.get("state_dict_metadata"), fields.get("storage_data"))
     except OSError as error:
@@ -124,7 +126,7 @@ def _folder_of(path: Path, described: Any, places: Any) -> DcpFolder:
     objects = {}
     for name, value in described.items():
         if not isinstance(name, str):
-            raise PickleError("names a tensor by what is no text")
+            raise PickleError("has a tensor whose name is not a string")
         if isinstance(value, PickledObject) and value.is_a(f"{_CLASSES}.BytesStorageMetadata"):
             if (name, None) in stored:
                 objects[name] = stored.pop((name, None))
@@ -139,12 +141,14 @@ def _folder_of(path: Path, described: Any, places: Any) -> DcpFolder:
             box = _box_of(_fields(chunk, f"{_CLASSES}.ChunkStorageMetadata"))
             place = stored.pop((name, tuple(start for start, _ in box)), None)
             if place is None or not (is_within(box, shape) or 0 in shape):
-                where = "beyond its shape" if place else "that lies nowhere, or is listed twice"
-                raise PickleError(f"has {name!r:.80} with a chunk {box!r:.60} {where}")
+                where = (
+                    "that is outside the tensor's shape" if place else "that has no file position, or is listed twice"
+                )
+                raise PickleError(f"has a chunk {box!r:.60} of {name!r:.80} {where}")
             chunks.append((box, place))
         tensors[name] = DcpTensor(_dtype_of(fields.get("properties")), shape, tuple(chunks))
     if stored:
-        raise PickleError(f"says where {next(iter(stored))[0]!r:.80} lies, and not what it is")
+        raise PickleError(f"has a file position for {next(iter(stored))[0]!r:.80}, but no shape and dtype")
     return DcpFolder(path, tensors, objects)
 
 
@@ -163,25 +167,31 @@ def _stored_by_key(places: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]
         start = place.get("offset")
         length = place.get("length")
         if not isinstance(name, str) or not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise PickleError(f"says that {name!r:.80} lies in {file!r:.80}, which is no name of a file in this folder")
+            raise PickleError(
+                f"says that {name!r:.80} is in {file!r:.80}, which is not the name of a file in this folder"
+            )
         if type(start) is not int or type(length) is not int or start < 0 or length <= 0:
-            raise PickleError(f"says that {name!r:.80} lies at byte {start!r:.30}, {length!r:.30} bytes long")
+            raise PickleError(
+                f"says that {name!r:.80} is at byte {start!r:.30} and {length!r:.30} bytes long, which is impossible"
+            )
         if place.get("transform_descriptors"):
-            raise PickleError(f"has {name!r:.80} compressed or encrypted, which is not read")
+            raise PickleError(f"has {name!r:.80} compressed or encrypted, which cannot be read")
         full_key = (name, None if corner is None else _numbers(corner))
         if full_key in by_key:
-            raise PickleError(f"says twice where {name!r:.80} lies")
+            raise PickleError(f"has two file positions for {name!r:.80}")
         by_key[full_key] = SavedAt(file, Span(start, start + length))
     for first, second in pairwise(sorted(by_key.values())):
         if first.file == second.file and second.span.start < first.span.stop:
-            raise PickleError(f"has two values in bytes {second.span.start} to {first.span.stop} of {first.file}")
+            raise PickleError(
+                f"has two values that overlap in bytes {second.span.start} to {first.span.stop} of {first.file}"
+            )
     return by_key
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     """Return the attributes of an object of the class `kind`."""
     if not isinstance(value, PickledObject) or not value.is_a(kind) or not isinstance(value.state, dict):
-        raise PickleError(f"has no {kind.rpartition('.')[2]} where one belongs")
+        raise PickleError(f"has a value of another class where a {kind.rpartition('.')[2]} belongs")
     return value.state
 
 
@@ -190,9 +200,9 @@ def _numbers(value: Any) -> tuple[int, ...]:
     if isinstance(value, PickledObject) and value.is_a("torch.Size") and len(value.arguments) == 1:
         value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > 64:
-        raise PickleError("has a shape that is no numbers")
+        raise PickleError("has a shape that does not consist of numbers")
     if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
-        raise PickleError("has a shape that is no numbers")
+        raise PickleError("has a shape that does not consist of numbers")
     return tuple(value)
 
 
@@ -200,7 +210,7 @@ def _box_of(fields: Mapping[str, Any]) -> Box:
     starts = _numbers(fields.get("offsets"))
     sizes = _numbers(fields.get("sizes"))
     if len(starts) != len(sizes):
-        raise PickleError("has a chunk whose offsets and sizes differ in number")
+        raise PickleError("has a chunk with more offsets than sizes, or fewer")
     return tuple((start, start + size) for start, size in zip(starts, sizes))
 
 
@@ -210,5 +220,5 @@ def _dtype_of(properties: Any) -> str:
     if isinstance(properties, PickledObject) and properties.is_a(f"{_CLASSES}.TensorProperties"):
         state = properties.state
     if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalName) or state[0].module != "torch":
-        raise PickleError("has a tensor without a dtype")
+        raise PickleError("has a tensor whose dtype is missing")
     return state[0].name

@@ -72,17 +72,19 @@ class TorchFile:
         if not value.is_a("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2"):
             return None
         if len(arguments) < 4 or not isinstance(arguments[0], PersistentId):
-            raise PickleError("has a tensor without a storage")
+            raise PickleError("has a tensor whose storage is missing")
         storage = _storage(arguments[0])
         start, shape, strides = arguments[1:4]  # start: in elements of the storage
         if not _are_counts([start]) or not isinstance(shape, tuple) or not _are_counts(shape):
-            raise PickleError("has a tensor whose shape is no numbers")
+            raise PickleError("has a tensor whose shape does not consist of numbers")
         if not isinstance(strides, tuple) or not _is_row_major(shape, strides):
-            raise PickleError(f"has a tensor of shape {shape!r:.60} whose strides are not row-major")
+            raise PickleError(
+                f"has a tensor of shape {shape!r:.60} that is not contiguous: its strides are not row-major"
+            )
         span = self.storages.get(storage.key)
         nbytes = storage.count * storage.item_bytes
         if span is None or nbytes != span.stop - span.start or start + math.prod(shape) > storage.count:
-            raise PickleError(f"has a tensor of shape {shape!r:.60} beyond its storage {storage.key!r:.20}")
+            raise PickleError(f"has a tensor of shape {shape!r:.60} that exceeds its storage {storage.key!r:.20}")
         return TensorInFile(self.name, storage.dtype, shape, span.start + start * storage.item_bytes)
 
 
@@ -115,13 +117,13 @@ class _Storage(NamedTuple):
 def _storage(persistent_id: PersistentId) -> _Storage:
     pid = persistent_id.pid  # ("storage", class, key, device, elements), and a view before 1.6
     if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-        raise PickleError("has a storage of another kind")
+        raise PickleError("has a tensor storage in an unknown form")
     kind, key = pid[1:3]
     if not isinstance(kind, GlobalName) or str(kind) not in {f"torch.{name}" for name in _DTYPES}:
         what = str(kind) if isinstance(kind, GlobalName) else "storage without a dtype"
-        raise PickleError(f"has a {what:.60}, which is not read; read are {', '.join(_DTYPES)}")
+        raise PickleError(f"has a {what:.60}, which cannot be read; only {', '.join(_DTYPES)} can be read")
     if not isinstance(key, str) or not _are_counts(pid[4:5]) or pid[5:] not in ((), (None,)):
-        raise PickleError("has a storage without a place")
+        raise PickleError("has a tensor storage whose key or size is missing")
     return _Storage(key, _DTYPES[kind.name], pid[4])
 
 
@@ -138,7 +140,7 @@ def read_torch_file(path: Path, name: str, span: Span | None = None) -> TorchFil
         size = stat.size if stat is not None and stat.is_file else 0
         span = span or Span(0, size)
         if not 0 <= span.start < span.stop <= size:
-            raise PickleError(f"has {size} bytes, and would be read from {span.start} to {span.stop}")
+            raise PickleError(f"has {size} bytes, but its content should be at bytes {span.start} to {span.stop}")
         with backend_of(path).open(path, "rb") as file:
             window = _Window(file, path, span)
             if window.read(0, 4) == _RECORD:
@@ -163,11 +165,11 @@ class _Window(NamedTuple):
 
     def read(self, start: int, count: int) -> bytes:
         if start < 0 or count < 0 or start + count > self.size:
-            raise PickleError(f"has {self.size} bytes, and would be read from {start} to {start + count}")
+            raise PickleError(f"has {self.size} bytes, but its content should be at bytes {start} to {start + count}")
         buffer = bytearray(count)
         self.file.seek(self.span.start + start)
         if read_all(self.file, memoryview(buffer), self.path) < count:
-            raise PickleError("is shorter than its size")
+            raise PickleError("ends earlier than its size says")
         return bytes(buffer)
 
 
@@ -176,11 +178,11 @@ def _read_zip(window: _Window, name: str) -> TorchFile:
     records = _records(window)
     pickles = [key for key in records if key.count("/") == 1 and key.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise PickleError("is a zip without data.pkl, which torch.save writes")
+        raise PickleError("is a zip file without data.pkl, which torch.save always writes")
     archive = pickles[0].removesuffix("data.pkl")
     byte_order = _content(window, records, f"{archive}byteorder", b"little")
     if byte_order != b"little":
-        raise PickleError(f"has byte order {byte_order[:10]!r}; read is little")
+        raise PickleError(f"has byte order {byte_order[:10]!r}; only little can be read")
     values, _ = read_pickle(_content(window, records, pickles[0]))
     storages = {}
     for key, record in records.items():
@@ -209,7 +211,7 @@ class _Entry(NamedTuple):
             header[:4] == _RECORD and flags == self.flags and window.read(self.header + 30, name_bytes) == name.encode()
         )
         if not matches or not self._ends_after(window, start + self.nbytes):
-            raise PickleError(f"has a record {name!r:.60} that is not where its directory says")
+            raise PickleError(f"has no record {name!r:.60} at the position that the zip directory says")
         return Span(start, start + self.nbytes)
 
     def _ends_after(self, window: _Window, stop: int) -> bool:
@@ -237,11 +239,11 @@ def _content(window: _Window, records: Mapping[str, _Entry], name: str, absent: 
     if record is None:
         return absent
     if record.nbytes > MOST_BYTES:
-        raise PickleError(f"has {record.nbytes} bytes in {name!r:.60}; read are up to {MOST_BYTES}")
+        raise PickleError(f"has {record.nbytes} bytes in {name!r:.60}; at most {MOST_BYTES} can be read")
     start, stop = record.content_span(window, name)
     data = window.read(start, stop - start)
     if record.crc not in (0, zlib.crc32(data)):  # torch writes 0 where it is told not to compute them
-        raise PickleError(f"has another {name!r:.60} than its checksum says")
+        raise PickleError(f"has a record {name!r:.60} that does not match its checksum")
     return data
 
 
@@ -250,25 +252,27 @@ def _records(window: _Window) -> dict[str, _Entry]:
     # the end record, and its 64-bit form if there is one
     end = window.size - 22
     if window.read(end, 4) != _END:
-        raise PickleError("is a zip without an end, or with a comment after it")
+        raise PickleError("is a zip file without its end record, or with a comment after it")
     count, nbytes, start = struct.unpack("<HII", window.read(end + 10, 10))
     if end >= 20 and window.read(end - 20, 4) == _LOCATOR_64:
         (end,) = struct.unpack("<Q", window.read(end - 12, 8))
         if window.read(end, 4) != _END_64:
-            raise PickleError("is a zip without an end")
+            raise PickleError("is a zip file without its 64-bit end record")
         count, nbytes, start = struct.unpack("<QQQ", window.read(end + 32, 24))
     if nbytes > _MOST_DIRECTORY or start + nbytes > end or count * 46 > nbytes:
-        raise PickleError(f"is a zip with {count} records in {nbytes} bytes from byte {start} on")
+        raise PickleError(
+            f"is a zip file whose directory is impossible: {count} records in {nbytes} bytes from byte {start} on"
+        )
 
     # the records, in the order of the file: each must end before the next begins
     entries = sorted(_entries(window.read(start, nbytes), count), key=lambda pair: pair[1].header)
     record_ends = [entry.header for _, entry in entries[1:]] + [start]
     for (name, entry), record_end in zip(entries, record_ends):
         if entry.header + 30 + len(name) + entry.nbytes > record_end:
-            raise PickleError(f"is a zip whose record {name!r:.60} overlaps what follows it")
+            raise PickleError(f"is a zip file whose record {name!r:.60} overlaps what follows it")
     records = {name: entry._replace(end=record_end) for (name, entry), record_end in zip(entries, record_ends)}
     if len(records) < count:
-        raise PickleError("is a zip with two records of one name")
+        raise PickleError("is a zip file with two records of the same name")
     return records
 
 
@@ -293,13 +297,15 @@ def _entries(directory: bytes, count: int) -> Iterator[tuple[str, _Entry]]:
     for _ in range(count):
         head = _EntryHead(*struct.unpack("<4s4xHH4xIIIHHH8xI", directory[position : position + 46]))
         if head.signature != _ENTRY:
-            raise PickleError("is a zip whose directory is damaged")
+            raise PickleError("is a zip file whose directory is damaged")
         name_end = position + 46 + head.name_bytes
         name = directory[position + 46 : name_end].decode("utf-8", "replace")
         extra = directory[name_end : name_end + head.extra_bytes]
         nbytes, packed_bytes, header = _with_64_bits(extra, (head.nbytes, head.packed_bytes, head.header))
         if head.method or head.flags & 1 or nbytes != packed_bytes:
-            raise PickleError(f"is a zip whose record {name!r:.60} is compressed or encrypted; torch.save does neither")
+            raise PickleError(
+                f"is a zip file whose record {name!r:.60} is compressed or encrypted; torch.save does neither"
+            )
         yield name, _Entry(header, nbytes, head.crc, head.flags)
         position = name_end + head.extra_bytes + head.comment_bytes
 
@@ -325,7 +331,7 @@ def _read_before_1_6(window: _Window, name: str) -> TorchFile:
     """
     data = window.read(0, min(window.size, MOST_BYTES))
     if not data.startswith(b"\x80\x02\x8a"):  # how the pickle of the magic number begins
-        raise PickleError("is no file of torch.save")
+        raise PickleError("is not a file of torch.save")
     pickles: list[Any] = []
     position = 0
     for number in range(5):
@@ -333,20 +339,20 @@ def _read_before_1_6(window: _Window, name: str) -> TorchFile:
         pickles.append(value)
         position += length
         if number == 1 and pickles != [_MAGIC, _PROTOCOL]:
-            raise PickleError("is no file of torch.save")
+            raise PickleError("is not a file of torch.save")
     values = pickles[3]
     keys = pickles[4]
 
     item_bytes = {storage.key: storage.item_bytes for storage in map(_storage, _persistent_ids_in(values))}
     if not isinstance(keys, list) or not all(isinstance(key, str) and key in item_bytes for key in keys):
-        raise PickleError("names storages that its values do not have")
+        raise PickleError("lists storages that none of its tensors use")
     spans = {}
     for key in keys:
         (count,) = struct.unpack("<Q", window.read(position, 8))
         start = position + 8
         position = start + count * item_bytes[key]
         if position > window.size:
-            raise PickleError(f"ends within its storage {key!r:.20}")
+            raise PickleError(f"ends in the middle of its storage {key!r:.20}")
         spans[key] = Span(window.span.start + start, window.span.start + position)
     return TorchFile(name, values, spans)
 

@@ -47,7 +47,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
     try:
         stat = backend_of(path).stat(path)
         if stat is None or not stat.is_file:
-            raise CheckpointError(path, "is no file", FETCH_AGAIN)
+            raise CheckpointError(path, "is not a file", FETCH_AGAIN)
         (length,) = struct.unpack("<Q", read_start(path, 8).ljust(8, b"\0"))
         if not 2 <= length <= min(_MOST_HEADER, stat.size - 8):
             wrong = f"says that its header has {length} bytes, and has {stat.size} bytes itself"
@@ -68,37 +68,37 @@ def _tensors_of(header: Any, file: str, data: int, size: int) -> Iterator[tuple[
     These start at byte `data` and end at byte `size`.
     """
     if not isinstance(header, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(type(value) is not str for value in metadata.values()):
-        raise ValueError("its __metadata__ is not an object of texts")
+        raise ValueError("its __metadata__ must be an object whose values are strings")
     entries = sorted(_checked_entry(name, entry) for name, entry in header.items())
     end = 0
     for start, stop, name, dtype, shape in entries:
         if start != end:
-            raise ValueError(
-                f"{name!r:.80} begins at byte {start} of the values, where the tensors before end at {end}"
-            )
+            raise ValueError(f"{name!r:.80} begins at byte {start}, but the tensors before it end at byte {end}")
         yield name, TensorInFile(file, dtype, shape, data + start)
         end = stop
     if data + end != size:
-        raise ValueError(f"its tensors end at byte {data + end} of the file, which has {size}")
+        raise ValueError(f"its tensors end at byte {data + end}, but the file has {size} bytes")
 
 
 def _checked_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     """Return (start, stop, name, dtype, shape) of a header's entry."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r:.80} is not an object of dtype, shape and data_offsets")
+        raise ValueError(f"{name!r:.80} must be an object with the keys dtype, shape and data_offsets")
     dtype = entry["dtype"]
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        known = "quantized or packed values, which are not read" if dtype in _NOT_READ else "no dtype"
-        raise ValueError(f"{name!r:.80} has dtype {dtype!r:.20}: {known}; read are {', '.join(_DTYPES)}")
+        known = "quantized or packed values, which cannot be read" if dtype in _NOT_READ else "not a known dtype"
+        raise ValueError(f"{name!r:.80} has dtype {dtype!r:.20}: {known}; only {', '.join(_DTYPES)} can be read")
     if not _are_counts(shape) or len(shape) > _MOST_DIMS or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{name!r:.80} has shape {shape!r:.60} and data_offsets {offsets!r:.60}")
+        raise ValueError(f"{name!r:.80} has an impossible shape {shape!r:.60} or data_offsets {offsets!r:.60}")
     if offsets[1] - offsets[0] != math.prod(shape) * ITEM_BYTES[_DTYPES[dtype]]:
-        raise ValueError(f"{name!r:.80} has {offsets[1] - offsets[0]} bytes for {dtype} of shape {shape!r:.60}")
+        raise ValueError(
+            f"{name!r:.80} has {offsets[1] - offsets[0]} bytes, which do not fit {dtype} and shape {shape!r:.60}"
+        )
     return *offsets, name, _DTYPES[dtype], tuple(shape)
 
 
@@ -110,7 +110,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse an object that names a key twice; an object_pairs_hook for `json.loads`."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise ValueError("an object names one key twice")
+        raise ValueError("a JSON object has the same key twice")
     return result
 
 

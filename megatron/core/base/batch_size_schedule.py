@@ -89,7 +89,9 @@ def ramp(start: int, increment: int, samples: int, size: int) -> BatchSizes:
     if min(start, increment, samples) < 1:
         raise ConfigError(f"{flag}: START, INCREMENT and SAMPLES must be at least 1")
     if start >= size:
-        raise ConfigError(f"{flag}: START must be below --global-batch-size ({size}); omit the flag for no ramp")
+        raise ConfigError(
+            f"{flag}: START must be below --global-batch-size ({size}); leave out the flag for a constant batch size"
+        )
     if (size - start) % increment:
         span = f"--global-batch-size ({size}) - START ({size - start})"
         raise ConfigError(f"{flag}: {span} must be a multiple of INCREMENT")
@@ -121,9 +123,9 @@ def parse_sizes_by_tokens(text: str, seq_length: int) -> BatchSizes:
     rows.sort()
     firsts = [first for first, _ in rows]
     if not rows or firsts[0] != 0:
-        raise ConfigError(f"{flag}: the table must begin with 0:SIZE")
+        raise ConfigError(f"{flag}: the list must begin with 0:SIZE")
     if len(set(firsts)) < len(firsts):
-        raise ConfigError(f"{flag}: two sizes begin at the same sample (--seq-length {seq_length}); change one")
+        raise ConfigError(f"{flag}: two sizes begin at the same sample (--seq-length {seq_length}); change one of them")
     if any(size < 1 for _, size in rows):
         raise ConfigError(f"{flag}: a size must be at least 1")
     return BatchSizes(tuple(rows))

@@ -218,7 +218,7 @@ def read_number(text: str) -> float:
 def read_text(text: str) -> str:
     """Read a text that is not empty: an empty value is usually an unset shell variable."""
     if not text:
-        raise argparse.ArgumentTypeError("the value is empty; give one or omit the flag")
+        raise argparse.ArgumentTypeError("the value is empty; give one, or leave out the flag")
     return text
 
 

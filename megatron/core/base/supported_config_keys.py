@@ -123,7 +123,7 @@ class ConfigKeyPolicy:
     def _problems_of_value(self, key: str, value: Any) -> Iterator[str]:
         """Yield the problem of a value that is not of its key's kind or beyond its limits."""
         if value == "auto":
-            yield f'{key} is "auto", which transformers\' Trainer fills in; give a value'
+            yield f'{key} is "auto", which only transformers\' Trainer replaces; give a value'
             return
         if value is None:
             return

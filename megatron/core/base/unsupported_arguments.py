@@ -36,7 +36,7 @@ def accepts_defaults_only(after: str = "", /, **others: Any) -> Callable[[Callab
                 # `is` first: a value such as a tensor may not be comparable.
                 if value is not default and (default is None or value != default):
                     raise NotImplementedError(
-                        f"{function.__qualname__}: {name}={value!r} is not built; leave it at {default!r}"
+                        f"{function.__qualname__}: {name}={value!r} is not built; leave it at its default, {default!r}"
                     )
             return function(*bound.args, **bound.kwargs)
 

@@ -44,9 +44,9 @@ class ContextParallel:
         """Raise ValueError if samples of `length` tokens are too long: a rank was given all tokens, not its own."""
         if self.axis.size > 1 and self.longest is not None and length > self.longest:
             raise ValueError(
-                f"the model was given {length // self.axis.size} tokens of each sample on each of {self.axis.size} "
-                f"context-parallel ranks, and a sample has {self.longest}; cut the batch in "
-                "forward_step by get_batch_on_this_cp_rank(batch)"
+                f"each of {self.axis.size} context-parallel ranks was given {length // self.axis.size} tokens of "
+                f"each sample, but a sample has only {self.longest}; shard the batch in forward_step with "
+                "get_batch_on_this_cp_rank(batch)"
             )
 
     def method_of(self, layer: int) -> "Method | None":
@@ -101,14 +101,15 @@ def blockwise_attention(make_transfer: Callable[[Axis], KVCommStrategy], inputs:
     """
     if inputs.backend not in (*_BY_FLASH, *_BY_TILES):
         raise ConfigError(
-            f"--attention-backend {inputs.backend} computes whole samples, and --cp-comm-type p2p and all_gather need parts of "
-            f"them: give --cp-comm-type a2a, or one of the backends {', '.join((*_BY_FLASH, *_BY_TILES))}"
+            f"--attention-backend {inputs.backend} attends over complete samples, but --cp-comm-type p2p and "
+            "all_gather give it parts of a sample; give --cp-comm-type a2a, or one of the backends "
+            f"{', '.join((*_BY_FLASH, *_BY_TILES))}"
         )
     function = attention_function(inputs.backend)
     if function != SOFTMAX:
         raise ConfigError(
-            f"--attention-backend {inputs.backend} computes {function!r}, and --cp-comm-type p2p and all_gather compute "
-            f"{SOFTMAX}: give --cp-comm-type a2a"
+            f"--attention-backend {inputs.backend} computes {function!r}, but --cp-comm-type p2p and all_gather "
+            f"compute {SOFTMAX}; give --cp-comm-type a2a"
         )
 
     row_chunks = chunks_of(axis.rank, axis.size)
@@ -167,8 +168,9 @@ def _split_heads(inputs: AttentionInputs, axis: Axis) -> AttentionInputs:
     groups = inputs.k.shape[2]
     if heads % axis.size:
         raise ConfigError(
-            f"--cp-comm-type a2a and a2a+p2p deal {heads} attention heads of a tensor-parallel rank out to {axis.size} "
-            "context-parallel ranks; use a --context-parallel-size that divides them, or --cp-comm-type p2p or all_gather"
+            f"--cp-comm-type a2a and a2a+p2p distribute the {heads} attention heads of a tensor-parallel rank over "
+            f"{axis.size} context-parallel ranks; give a --context-parallel-size that divides the number of heads, "
+            "or --cp-comm-type p2p or all_gather"
         )
     copies = math.lcm(groups, axis.size) // groups  # of each key/value head, so that their number divides
 

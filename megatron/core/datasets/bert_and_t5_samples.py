@@ -170,7 +170,8 @@ class T5Dataset(_MaskedDataset):
         spans = sorted(self._spans(tokens, text))
         if len(spans) > len(pieces.sentinels):
             raise ValueError(
-                f"sample {i} hides {len(spans)} spans, but there are {len(pieces.sentinels)} sentinels; raise --vocab-extra-ids"
+                f"sample {i} masks {len(spans)} spans, but there are only {len(pieces.sentinels)} sentinels; raise "
+                "--vocab-extra-ids"
             )
 
         # encoder: a sentinel in the place of each span; decoder: each sentinel and its span
@@ -185,7 +186,9 @@ class T5Dataset(_MaskedDataset):
         encoder += tokens[end:]
         length = self.decoder_seq_length
         if len(decoder) >= length:
-            raise ValueError(f"sample {i} asks for {len(decoder) + 1} tokens; raise --decoder-seq-length ({length})")
+            raise ValueError(
+                f"sample {i} needs {len(decoder) + 1} tokens in the decoder; raise --decoder-seq-length ({length})"
+            )
 
         # pad to [s] and [t]
         text_enc = _pad(encoder, self.seq_length, FILLED)

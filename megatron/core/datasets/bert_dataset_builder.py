@@ -133,12 +133,12 @@ def _word_pieces(tokenizer: Any, *, made_up: bool) -> WordPieces:
     is_missing = None in special_ids
     if made_up:
         if tokenizer.vocab_size < 16:
-            raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for made-up data; give at least 16")
+            raise ValueError(f"a vocabulary of {tokenizer.vocab_size} is too small for --mock-data; give at least 16")
         return WordPieces(("",) * tokenizer.vocab_size, *((1, 2, 3, 0) if is_missing else special_ids))
     if is_missing:
         raise ValueError(
-            f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; BERT reads data made with "
-            "--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, or with a BERT's tokenizer.json "
+            f"{getattr(tokenizer, 'name', 'the tokenizer')} has no [CLS], [SEP], [MASK] or [PAD]; a BERT needs data "
+            "made with --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, or with a BERT's tokenizer.json "
             "(HuggingFaceTokenizer)"
         )
     cls, sep, mask, pad = special_ids

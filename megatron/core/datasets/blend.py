@@ -73,7 +73,8 @@ class Blend:
         for prefix, weight in weighted:
             if not weight / total > 0:
                 problems.append(
-                    f"weight {weight} of {prefix} is no share of {total}, the sum of the weights; give numbers of like size"
+                    f"weight {weight} of {prefix} is not a share of {total}, the sum of the weights; give numbers of "
+                    "similar size"
                 )
         return problems
 
@@ -352,8 +353,8 @@ class BlendedDataset:
         for name, dataset, count in zip(names, datasets, num_taken.tolist()):
             if count > len(dataset):
                 raise ValueError(
-                    f"the blend takes {count} samples of {name}, which has {len(dataset)}; raise "
-                    "--mid-level-dataset-surplus, or give it a smaller weight"
+                    f"the blend needs {count} samples of {name}, which has {len(dataset)}; raise "
+                    "--mid-level-dataset-surplus, or give the data set a smaller weight"
                 )
 
     def __len__(self) -> int:

@@ -76,7 +76,10 @@ class BlendedMegatronDatasetBuilder:
         self.cls = cls
         self.sizes = sizes
         if len(rest) + (config is not None) + (is_built_on_rank is not None) not in (1, 2):
-            raise TypeError("BlendedMegatronDatasetBuilder takes (cls, sizes[, is_built_on_rank], config)")
+            raise TypeError(
+                "BlendedMegatronDatasetBuilder must be called with (cls, sizes, config) or (cls, sizes, "
+                "is_built_on_rank, config)"
+            )
         self.config = config if config is not None else rest[-1]
 
     def build(self) -> list[Any]:

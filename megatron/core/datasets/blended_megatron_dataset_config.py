@@ -87,8 +87,8 @@ def _check_pad(config: BlendedMegatronDatasetConfig) -> None:
     if config.allow_ambiguous_pad_tokens and pad_is_text(config.tokenizer):
         kind = type(config).__name__
         raise ConfigError(
-            f"{kind}: allow_ambiguous_pad_tokens=True masks the pad ({config.tokenizer.pad}) wherever it stands, and texts "
-            "hold it too; leave it out: only what fills a sample up is masked"
+            f"{kind}: allow_ambiguous_pad_tokens=True masks the pad token ({config.tokenizer.pad}) everywhere, also "
+            "in texts that contain it; leave it out: then only the padding at the end of a sample is masked"
         )
 
 

@@ -369,7 +369,9 @@ def plan_splits(
         """Plan one of several validation sets, of one file."""
         plan = plan_split("valid", Blend((prefix,)), count)
         if plan is None:
-            raise ValueError(f"{prefix} has no document, so it is no validation set; leave it out of --valid-data-path")
+            raise ValueError(
+                f"{prefix} has no documents, so it cannot be a validation set; leave it out of --valid-data-path"
+            )
         return plan
 
     def plan_split(split: str, blend: Blend, count: int | None) -> SplitPlan | SeveralSets | None:
@@ -393,7 +395,7 @@ def plan_splits(
 
     blends = config.blends()
     if not any(blends):
-        raise ValueError("no data: set --data-path PREFIX, or --mock-data to try things out")
+        raise ValueError("no data was given; set --data-path PREFIX, or --mock-data to try a run without data")
     shares = (1.0, 1.0, 1.0) if config.has_own_splits else parse_split(config.split_shares)
     plans: list[SplitPlan | SeveralSets | None] = []
     for split, blend, count, share in zip(SPLIT_NAMES, blends, num_samples, shares):
@@ -407,7 +409,10 @@ def samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[in
     if blend.weights is None:
         return [None] * len(blend.prefixes)
     if count is None:
-        raise ValueError("a blend with weights has no end, so one epoch cannot be requested; give a number of samples")
+        raise ValueError(
+            "a blend with weights repeats its data without end, so one epoch cannot be requested; give a number "
+            "of samples"
+        )
     return samples_of_each(count, normalized(blend.weights), surplus)
 
 

@@ -30,19 +30,29 @@ class DataConfig(FlagConfig):
 
     data_path: list[str] | None = option(
         None,
-        "prefix of PREFIX.bin and PREFIX.idx from tools/preprocess_data.py; a blend: 0.3 A 0.7 B, or A B C",
+        "prefix of PREFIX.bin and PREFIX.idx from tools/preprocess_data.py; or a blend of several, with weights (0.3 "
+        "A 0.7 B) or without (A B C)",
         metavar="PREFIX",
     )
-    train_data_path: list[str] | None = option(None, "prefix or blend for training only", metavar="PREFIX")
-    valid_data_path: list[str] | None = option(None, "prefix or blend for validation only", metavar="PREFIX")
-    test_data_path: list[str] | None = option(None, "prefix or blend for testing only", metavar="PREFIX")
-    data_args_path: str | None = option(None, "file with the value of --data-path; # starts a comment", metavar="FILE")
+    train_data_path: list[str] | None = option(
+        None, "prefix or blend of the training data, instead of --data-path with --split", metavar="PREFIX"
+    )
+    valid_data_path: list[str] | None = option(
+        None, "prefix or blend of the validation data, instead of --data-path with --split", metavar="PREFIX"
+    )
+    test_data_path: list[str] | None = option(
+        None, "prefix or blend of the test data, instead of --data-path with --split", metavar="PREFIX"
+    )
+    data_args_path: str | None = option(
+        None, "text file with the value of --data-path; # begins a comment", metavar="FILE"
+    )
     per_split_data_args_path: str | None = option(
-        None, 'JSON file {"train": [..], "valid": [..], "test": [..]} of blends', metavar="FILE"
+        None, 'JSON file of blends, one list per split: {"train": [..], "valid": [..], "test": [..]}', metavar="FILE"
     )
     split: str | None = option(
         None,
-        f"shares of train, validation and test; unset: {DEFAULT_SPLIT}; without effect on mock data",
+        f"shares of train, validation and test data, such as 969,30,1; default: {DEFAULT_SPLIT}; has no effect on "
+        "mock data",
         metavar="X,X,X",
     )
     seq_length: Count | None = option(
@@ -50,33 +60,40 @@ class DataConfig(FlagConfig):
     )
     decoder_seq_length: Count | None = option(None, "pretrain_t5.py: tokens per sample of the decoder")
     data_cache_path: str | None = option(
-        None, "folder for index files; default: PREFIX/cache/GPTDataset_indices", metavar="DIR"
+        None, "folder for cached index files; default: PREFIX/cache/GPTDataset_indices", metavar="DIR"
     )
     mid_level_dataset_surplus: NotNegative = option(
-        0.005, "share of extra samples built for each data set of a blend", metavar="X"
+        0.005, "extra samples to build for each data set of a blend, as a share of its samples", metavar="X"
     )
-    mmap_bin_files: bool = option(True, "read token files with ordinary reads instead of memory mapping")
+    mmap_bin_files: bool = option(True, "read the token files (.bin) with ordinary reads instead of memory mapping")
     epoch_stable_order: bool = option(
-        False, "shuffle each epoch separately: a longer run keeps the order (Megatron's order depends on the length)"
+        False,
+        "shuffle each epoch separately, so that a longer run reads the samples in the same order (Megatron's "
+        "order depends on the length of the run)",
     )
     dataloader_type: Literal["single", "cyclic", "external"] = option(
-        "single", "single: one pass; cyclic: reshuffled epochs; external: the script's own loader"
+        "single",
+        "order of samples: single: one pass; cyclic: reshuffled in each epoch; external: the script's own data loader",
     )
     num_workers: WholeNumber = option(1, "prefetch threads per rank; 0: read samples on demand")
     mock_data: bool = option(False, "train on synthetic, learnable tokens instead of files")
     eod_mask_loss: bool = option(False, "mask the loss where the input is the end-of-document token")
     reset_position_ids: bool = option(
-        False, "restart position ids after each end-of-document token, and rotary angles with them"
+        False, "restart position ids, and with them rotary angles, after each end-of-document token"
     )
     reset_attention_mask: bool = option(False, "attend within a document only")
     full_validation: bool = option(
         False, "each validation reads every sample of the validation set once, instead of --eval-iters batches"
     )
     multiple_validation_sets: bool = option(
-        False, "evaluate each prefix of --valid-data-path on its own, with a loss for each; the list has no weights"
+        False,
+        "treat each prefix of --valid-data-path as a validation set of its own and report a loss for each; "
+        "the list must have no weights",
     )
     validation_set_names: list[str] | None = option(
-        None, "names of the sets of --multiple-validation-sets in logs; default: 0, 1, ...", metavar="NAME"
+        None,
+        "names of the validation sets in the logs, with --multiple-validation-sets; default: 0, 1, ...",
+        metavar="NAME",
     )
 
     def problems(self) -> Iterator[str]:
@@ -85,7 +102,7 @@ class DataConfig(FlagConfig):
                 yield f"{flag_of(name)}: {problem}"
         if self.split is not None:
             if self.has_own_splits:
-                yield f"--split {self.split} has no meaning with data of each split's own; leave it out"
+                yield f"--split {self.split} has no effect if each split has data of its own; leave it out"
             try:
                 parse_split(self.split)
             except ValueError as error:
@@ -96,21 +113,21 @@ class DataConfig(FlagConfig):
         names = self.validation_set_names
         if names is not None:
             if not self.multiple_validation_sets:
-                yield "--validation-set-names names the sets of --multiple-validation-sets; give both, or leave it out"
+                yield "--validation-set-names needs --multiple-validation-sets; give both, or leave it out"
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
-                yield f"--validation-set-names gives {', '.join(repeated)} twice; each set needs a name of its own"
+                yield f"--validation-set-names gives {', '.join(repeated)} twice; give each set a name of its own"
         if self.multiple_validation_sets and not (self.valid_data_path or self.per_split_data_args_path):
             yield (
-                "--multiple-validation-sets needs files of validation's own: give --valid-data-path A B, or a list under "
-                "valid in --per-split-data-args-path"
+                "--multiple-validation-sets needs validation data of its own; give --valid-data-path A B, or a list "
+                "under valid in --per-split-data-args-path"
             )
         if self.dataloader_type == "external":
             for name in ("full_validation", "multiple_validation_sets"):
                 if getattr(self, name):
                     yield (
-                        f"{flag_of(name)} counts the samples of a set, and a loader of --dataloader-type external does not "
-                        "tell them; leave one of them out"
+                        f"{flag_of(name)} needs the number of samples, which --dataloader-type external does not "
+                        "tell; leave one of them out"
                     )
 
     def validation_problems(self) -> list[str]:
@@ -237,7 +254,7 @@ def _read_words(path: str) -> list[str]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # without the byte order mark that some editors put first
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}, the list of data, cannot be read ({error}); give a text file") from None
+        raise ConfigError(f"{path}, the file of --data-args-path, cannot be read ({error}); give a text file") from None
     without_comments = re.sub(r"(?m)(?<!\S)#.*", "", text)  # a word that begins with # begins a comment
     return without_comments.split()
 
@@ -251,9 +268,11 @@ def _read_split_lists(path: str) -> list[list[str] | None]:
         lists = json.loads(Path(path).read_text())
         is_valid = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)
         if not is_valid or not all(isinstance(words, list | None) for words in lists.values()):
-            raise ValueError("it is not an object with lists under train, valid and test")
+            raise ValueError("it must be an object with the lists train, valid and test")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, the lists of data, cannot be read ({error}); give a JSON file") from None
+        raise ConfigError(
+            f"{path}, the file of --per-split-data-args-path, cannot be read ({error}); give a JSON file"
+        ) from None
     result: list[list[str] | None] = []
     for split in SPLIT_NAMES:
         words = lists.get(split)

@@ -43,8 +43,8 @@ def micro_batch_ids(
     if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size or consumed_samples < 0:
         raise ValueError(
             f"micro_batch_size ({micro_batch_size}) must be at least 1, data_parallel_rank ({data_parallel_rank}) "
-            f"between 0 and data_parallel_size ({data_parallel_size}) - 1, consumed_samples ({consumed_samples}) not "
-            "negative"
+            f"between 0 and data_parallel_size ({data_parallel_size}) - 1, and consumed_samples ({consumed_samples}) "
+            "not negative"
         )
     block = micro_batch_size * data_parallel_size
     for start in range(consumed_samples, total - block + 1, block):

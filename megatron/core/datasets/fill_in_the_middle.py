@@ -25,33 +25,37 @@ _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # `detokenize` gives it for bytes tha
 class FimConfig(FlagConfig):
     """Fill in the middle."""
 
-    fim_data: bool = option(False, "fill-in-the-middle: rearrange documents as prefix, suffix, middle")
-    fim_rate: Share = option(0.5, "share of documents that are rearranged")
-    fim_spm_rate: Share = option(0.5, "share of rearranged documents in suffix-prefix-middle order")
-    fim_split_sample: str | None = option(
-        None, "token that splits a document into fragments, e.g. the files of a repository", metavar="TOKEN"
+    fim_data: bool = option(False, "fill-in-the-middle (FIM): reorder documents as prefix, suffix, middle")
+    fim_rate: Share = option(0.5, "FIM: share of documents that are reordered")
+    fim_spm_rate: Share = option(
+        0.5, "FIM: share of the reordered documents that are in the order suffix, prefix, middle"
     )
-    fim_fragment_rate: Share | None = option(None, "share of fragments rearranged; needs --fim-split-sample")
+    fim_split_sample: str | None = option(
+        None, "FIM: token at which a document is split into fragments, e.g. the files of a repository", metavar="TOKEN"
+    )
+    fim_fragment_rate: Share | None = option(
+        None, "FIM: share of fragments that are reordered; needs --fim-split-sample"
+    )
     fim_no_prefix: str | None = option(
-        None, "never rearrange documents or fragments that begin with this", metavar="TEXT"
+        None, "FIM: leave documents and fragments that begin with this text in their order", metavar="TEXT"
     )
     fim_prefix_token: str = option("<fim_prefix>", "token before the prefix", metavar="TOKEN")
     fim_middle_token: str = option("<fim_middle>", "token before the middle", metavar="TOKEN")
     fim_suffix_token: str = option("<fim_suffix>", "token before the suffix", metavar="TOKEN")
     fim_pad_token: str = option(
-        "<fim_pad>", "token that fills shortened samples up; where it does, it is masked from the loss", metavar="TOKEN"
+        "<fim_pad>", "FIM: token that pads shortened samples; the loss ignores it", metavar="TOKEN"
     )
     fim_eod_token: str | None = option(
-        None, "token between documents; default: the tokenizer's end-of-document token", metavar="TOKEN"
+        None, "FIM: token between documents; default: the tokenizer's end-of-document token", metavar="TOKEN"
     )
 
     def problems(self) -> Iterator[str]:
         if (self.fim_split_sample is None) != (self.fim_fragment_rate is None):
-            yield "--fim-split-sample and --fim-fragment-rate need each other; give both or none"
+            yield "--fim-split-sample and --fim-fragment-rate need each other; give both, or leave both out"
         if not self.fim_data:
             for field in fields(self):
                 if getattr(self, field.name) != field.default:
-                    yield f"{flag_of(field.name)} is about documents that --fim-data rearranges; give it too"
+                    yield f"{flag_of(field.name)} needs --fim-data; give both, or leave it out"
 
 
 def token_id(tokenizer: Any, token: str) -> int | None:
@@ -96,7 +100,8 @@ class FillInTheMiddle:
         for name, token in tokens.items():
             if token is not None and ids[name] is None:
                 problems.append(
-                    f"{flag_of(name)} {token} is no token of the tokenizer; add it to the vocabulary, or name another"
+                    f"{flag_of(name)} {token} is not a token of the tokenizer; add it to the vocabulary, or give "
+                    "another"
                 )
         for name, i in ids.items():
             if i in ids_without_row(tokenizer):

@@ -253,7 +253,7 @@ class GPTSamples(SampleKind):
         indices = Indices(*arrays)
         problem = shape_problem(indices, indexed.sequence_lengths, file_split.request)
         if problem is not None:
-            raise ValueError(f"{file_split.cache.path('*')} does not fit {indexed.prefix}: {problem}; delete it")
+            raise ValueError(f"{file_split.cache.path('*')} does not match {indexed.prefix}: {problem}; delete it")
         return GPTDataset(indexed, indices, self.config.seq_length, self.rules, self.fim)
 
     def check_file(self, indexed: IndexedDataset, say: Say) -> None:

@@ -130,8 +130,9 @@ def _open_array(path: Path) -> np.ndarray:
             if error.errno == errno.ENOMEM:
                 raise
             raise ValueError(
-                f"{path} cannot be read ({error.strerror}): the process that builds the index cache failed (see its "
-                "message), or its folder is not shared by all hosts; set --data-cache-path to a folder that they share"
+                f"{path} cannot be read ({error.strerror}): either the process that builds the index cache failed "
+                "(see its message), or its folder is not shared by all hosts; set --data-cache-path to a shared "
+                "folder"
             ) from None
         except Exception as error:  # can have many types: numpy reads the header as if it were a line of Python
             raise ValueError(f"{path} is damaged ({error}); delete it") from None

@@ -67,10 +67,10 @@ class IndexRequest:
 
     def __post_init__(self) -> None:
         if self.num_samples is not None and self.num_samples < 1:
-            raise ValueError(f"{self.num_samples} samples requested; ask for at least 1 (or None for one epoch)")
+            raise ValueError(f"{self.num_samples} samples were requested; request at least 1 (or None for one epoch)")
         if self.seq_length < 1 or self.extra_token not in (0, 1):
             raise ValueError(
-                f"seq_length ({self.seq_length}) must be positive, extra_token ({self.extra_token}) 0 or 1"
+                f"seq_length ({self.seq_length}) must be positive, and extra_token ({self.extra_token}) 0 or 1"
             )
 
 
@@ -94,7 +94,9 @@ def parse_split(text: str) -> list[float]:
             raise ValueError(f"--split {text}: {number!r} is not a number in plain digits; write it like 969,30,1")
     shares = np.array([float(number) for number in numbers])
     if (shares < 0).any() or len(shares) > len(SPLIT_NAMES) or not 0 < shares.sum() < math.inf:
-        raise ValueError(f"--split {text} must be one to three shares, none negative, not all zero; like 969,30,1")
+        raise ValueError(
+            f"--split {text} must be one to three shares, none of them negative and not all zero, such as 969,30,1"
+        )
     padded = np.append(shares, np.zeros(len(SPLIT_NAMES) - len(shares)))
     return (padded / padded.sum()).tolist()
 
@@ -298,8 +300,8 @@ def split_size(lengths: np.ndarray, request: IndexRequest) -> SplitSize:
         need = request.seq_length + request.extra_token
         first, past = request.ids_range
         raise ValueError(
-            f"the split (sequences {first} to {past}) has {tokens} tokens, fewer than the {need} of one sample; use more "
-            "data, a larger share in --split or a smaller --seq-length"
+            f"the split (sequences {first} to {past}) has {tokens} tokens, but one sample needs {need}; use more "
+            "data, a larger share in --split, or a smaller --seq-length"
         )
     epochs = num_epochs(tokens, request)
     return SplitSize(tokens, epochs, samples_in(epochs * tokens, request))

@@ -34,7 +34,7 @@ class IndexedDatasetWriter:
         self.multimodal = multimodal
         self.dtype = np.dtype(dtype)
         if self.dtype not in _CODES:
-            raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; use one of {[str(d) for d in _CODES]}")
+            raise ValueError(f"tokens of dtype {self.dtype} cannot be stored; give one of {[str(d) for d in _CODES]}")
         self.documents = 0
         self.sequences = 0
         self.tokens = 0
@@ -78,7 +78,10 @@ class IndexedDatasetWriter:
         num_modes = "none" if modes is None else len(modes)
         expected = len(lengths) if self.multimodal else "none"
         if num_modes != expected:
-            raise ValueError(f"{len(lengths)} sequences with {num_modes} modes; only multimodal files have one each")
+            raise ValueError(
+                f"{len(lengths)} sequences with {num_modes} modes; give one mode for each sequence in a "
+                "multimodal file, and none otherwise"
+            )
         self._data.file.write(_as_dtype(tokens, self.dtype).tobytes())
         if self.multimodal:
             self._modes.file.write(_as_dtype(_as_integers(modes), np.dtype(np.int8)).tobytes())
@@ -150,11 +153,11 @@ def _check_lengths(lengths: Integers, sequences: Integers, tokens: int | None = 
         tokens = total
     if sequences.sum() != len(lengths) or shortest < 0 or tokens != total:
         raise ValueError(
-            f"{tokens} tokens do not make {len(lengths)} sequences of {total} tokens together, the shortest of {shortest}, "
-            f"in {len(sequences)} documents of {sequences.sum()} sequences together"
+            f"{tokens} tokens do not make {len(lengths)} sequences with {total} tokens in all and at least "
+            f"{shortest} each, or {len(sequences)} documents with {sequences.sum()} sequences in all"
         )
     if lengths.max(initial=0) > np.iinfo(np.int32).max:
-        raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format ends at 2**31 - 1")
+        raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format allows at most 2**31 - 1")
     return lengths, sequences
 
 
@@ -164,7 +167,7 @@ def _copy_bytes(source: BinaryIO, offset: int, target: BinaryIO, count: int) -> 
     while offset < past:
         chunk = os.pread(source.fileno(), min(past - offset, _COPY_BYTES), offset)
         if not chunk:
-            raise ValueError(f"{source.name} ends {past - offset} bytes early: it is damaged, or was cut off")
+            raise ValueError(f"{source.name} ends {past - offset} bytes too early: it is damaged, or was cut off")
         target.write(chunk)
         offset += len(chunk)
 

@@ -26,7 +26,7 @@ class MaskedDataConfig(FlagConfig):
     short_seq_prob: Share = option(0.1, "share of samples shorter than --seq-length")
     bert_binary_head: bool = option(
         True,
-        "masked words only: no sentence-order head, and single-sentence documents are used",
+        "train only on masked words: no sentence-order head, and documents of one sentence are used too",
         flags=("--bert-no-binary-head",),
     )
 
@@ -49,10 +49,11 @@ class MaskingRules:
     def __post_init__(self) -> None:
         if not 0 < self.probability < 1 or self.max_ngram < 1:
             raise ValueError(
-                f"--mask-prob ({self.probability}) must be in (0, 1), max_ngram ({self.max_ngram}) positive"
+                f"--mask-prob ({self.probability}) must be between 0 and 1, both excluded, and max_ngram "
+                f"({self.max_ngram}) positive"
             )
         if self.geometric and self.longer_ngrams:
-            raise ValueError("geometric span lengths have no use for longer_ngrams; give one of them")
+            raise ValueError("longer_ngrams has no effect with geometric span lengths; give only one of them")
 
 
 def choose_spans(

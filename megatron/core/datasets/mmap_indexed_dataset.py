@@ -92,7 +92,9 @@ class IndexedDataset:
             return self.get(key)
         numbers = range(*key.indices(len(self)))
         if numbers.step != 1:
-            raise ValueError(f"{self.data_path} is read in one piece: a slice must have step 1, not {numbers.step}")
+            raise ValueError(
+                f"{self.data_path}: a slice must have step 1, not {numbers.step}, because it is read in one piece"
+            )
         return [self.get(i) for i in numbers]
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -102,13 +104,14 @@ class IndexedDataset:
         """
         number = operator.index(i)
         if not -len(self) <= number < len(self):
-            raise IndexError(f"sequence {number} of {self.index_path}, which has {len(self)}")
+            raise IndexError(f"there is no sequence {number} in {self.index_path}, which has {len(self)}")
         tokens = int(self.sequence_lengths[number])
         if length is None:
             length = tokens - offset
         if offset < 0 or length < 0 or offset + length > tokens:
             raise IndexError(
-                f"tokens {offset} to {offset + length} of sequence {number} of {self.index_path}: it has {tokens}"
+                f"tokens {offset} to {offset + length} of sequence {number} of {self.index_path} do not exist: it "
+                f"has {tokens} tokens"
             )
         first = int(self._starts[number]) // self.dtype.itemsize + offset
         return self.tokens(first, first + length)
@@ -124,8 +127,8 @@ class IndexedDataset:
         actual = os.path.getsize(self.data_path)
         if actual != expected:
             raise ValueError(
-                f"{self.data_path} has {actual} bytes, but {self.index_path} describes {expected}: the two are not of "
-                "one run, or a copy is incomplete; copy both again or preprocess again"
+                f"{self.data_path} has {actual} bytes, but {self.index_path} describes {expected}: the two files "
+                "belong to different data sets, or a copy is incomplete; copy both again or preprocess again"
             )
 
 
@@ -165,8 +168,9 @@ def mapping(path: str | Path) -> Iterator[None]:
         if error.errno != errno.ENOMEM:
             raise
         raise ValueError(
-            f"{path} cannot be mapped into memory: this process has as many maps or as much address space as the system "
-            "allows; merge data sets (tools/merge_datasets.py), or raise the limit (sysctl vm.max_map_count, ulimit -v)"
+            f"{path} cannot be mapped into memory: this process has reached the system's limit of memory maps or of "
+            "address space; merge data sets (tools/merge_datasets.py), or raise the limit (sysctl vm.max_map_count, "
+            "ulimit -v)"
         ) from None
 
 
@@ -182,12 +186,12 @@ def _read_index(path: str, multimodal: bool) -> _Index:
     """Read PREFIX.idx and check its header and its size. Raises ValueError."""
     content = _map(path, np.dtype(np.uint8))
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
-        raise ValueError(f"{path} is no index of a token file: its first bytes are wrong; preprocess again")
+        raise ValueError(f"{path} is not an index of a token file: its first bytes are wrong; preprocess again")
     _, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())
     if version != VERSION:
-        raise ValueError(f"{path} has version {version}; this reader knows version {VERSION}; preprocess again")
+        raise ValueError(f"{path} has version {version}, but only version {VERSION} can be read; preprocess again")
     if code not in DTYPES:
-        raise ValueError(f"{path} has the unknown dtype code {code}, known are 1 to {len(DTYPES)}; preprocess again")
+        raise ValueError(f"{path} has the unknown dtype code {code} (known are 1 to {len(DTYPES)}); preprocess again")
 
     # the size tells whether there are modes
     without_modes = HEADER.size + 12 * sequences + 8 * documents
@@ -195,14 +199,14 @@ def _read_index(path: str, multimodal: bool) -> _Index:
     expected = with_modes if multimodal else without_modes
     unexpected = without_modes if multimodal else with_modes
     if sequences and len(content) == unexpected:
-        carries = "no mode for each sequence: it is" if multimodal else "a mode for each sequence: it seems"
+        carries = "no mode for each sequence, so it is" if multimodal else "a mode for each sequence, so it seems to be"
         raise ValueError(
-            f"{path} carries {carries} {'not ' * multimodal}multimodal; open it with multimodal={not multimodal}"
+            f"{path} has {carries} {'not ' * multimodal}multimodal; open it with multimodal={not multimodal}"
         )
     if len(content) != expected:
         raise ValueError(
-            f"{path} has {len(content)} bytes, its header describes {expected}: a copy is incomplete, or the file is "
-            "damaged; copy it again or preprocess again"
+            f"{path} has {len(content)} bytes, but its header describes {expected}: a copy is incomplete, or the "
+            "file is damaged; copy it again or preprocess again"
         )
 
     # the arrays follow the header without gaps
@@ -233,7 +237,8 @@ def _check_sequences(path: str, index: _Index) -> None:
         if is_wrong.any():
             i = first + int(np.argmax(is_wrong))
             raise ValueError(
-                f"{path}: sequence {i} starts at byte {starts[i]}, not where {i - 1} ends; preprocess again"
+                f"{path}: sequence {i} starts at byte {starts[i]}, but must start where sequence {i - 1} ends; "
+                "preprocess again"
             )
         start = int(ends[-1])
 
@@ -242,4 +247,6 @@ def _check_documents(path: str, documents: np.ndarray, sequences: int) -> None:
     """Raise ValueError unless the document array starts with 0, never falls, and ends with the number of sequences."""
     covers_all = len(documents) > 0 and documents[0] == 0 and documents[-1] == sequences
     if not covers_all or (documents[1:] < documents[:-1]).any():
-        raise ValueError(f"{path}: documents must rise from 0 to {sequences}, the sequences; preprocess again")
+        raise ValueError(
+            f"{path}: the document indices must rise from 0 to the number of sequences, {sequences}; preprocess again"
+        )

@@ -1,11 +1,11 @@
-"""Find index caches that Megatron-LM left, by their caches_with_descriptions, and take them if every number fits the data.
+"""Find index caches that Megatron-LM left, by their descriptions, and take them if every number fits the data.
 
     FOLDER/{md5}-GPTDataset-{split}-description.txt          JSON whose md5 is in the name
     FOLDER/{md5}-GPTDataset-{split}-{document,sample,shuffle}_index.npy
     FOLDER/{md5}-BlendedDataset-{split}-{dataset,dataset_sample}_index.npy
     PREFIX_{split}_indexmap_{n}ns_{s}sl_{seed}s_{doc,sample,shuffle}_idx.npy     versions before 2023: no description
 
-Neither names nor caches_with_descriptions depend on the content of the data, and no hash protects the arrays. Therefore every
+Neither names nor descriptions depend on the content of the data, and no hash protects the arrays. Therefore every
 number is checked; only that the shuffled orders were drawn from the seed is taken on trust. A cache that passes is
 copied into an `IndexCache`, which later runs read.
 """

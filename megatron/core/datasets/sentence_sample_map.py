@@ -37,9 +37,9 @@ class SampleRequest:
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise ValueError(f"{self.max_length} tokens of text in a sample are too few; raise --seq-length")
+            raise ValueError(f"{self.max_length} tokens of text per sample are too few; raise --seq-length")
         if not 0 <= self.short_probability <= 1:
-            raise ValueError(f"--short-seq-prob ({self.short_probability}) must lie between 0 and 1")
+            raise ValueError(f"--short-seq-prob ({self.short_probability}) must be between 0 and 1")
 
 
 def build_sample_map(lengths: np.ndarray, document_array: np.ndarray, request: SampleRequest) -> np.ndarray:
@@ -53,9 +53,10 @@ def build_sample_map(lengths: np.ndarray, document_array: np.ndarray, request: S
     documents = _eligible_documents(lengths, document_array, request)  # [documents, 2]
     if not len(documents):
         raise ValueError(
-            f"none of {request.ids_range[1] - request.ids_range[0]} documents gives a sample: each needs at least "
-            f"{request.min_sentences} sentence(s), none of them over {_LONG_SENTENCE} tokens; preprocess with "
-            "--split-sentences, or use --bert-no-binary-head, for which one sentence is enough"
+            f"none of {request.ids_range[1] - request.ids_range[0]} documents gives a sample: a sample needs a "
+            f"document of at least {request.min_sentences} sentence(s), without a sentence of more than "
+            f"{_LONG_SENTENCE} tokens; preprocess with --split-sentences, or use --bert-no-binary-head, which needs "
+            "only one sentence"
         )
 
     # count sentences from the first of the split, so that only the split's sentences are in memory

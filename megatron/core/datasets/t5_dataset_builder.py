@@ -146,7 +146,8 @@ def _word_pieces(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) 
     if config.mock_data:
         if size < spans + 16:
             raise ValueError(
-                f"a vocabulary of {size} is too small for made-up data with {spans} sentinels; give at least {spans + 16}"
+                f"a vocabulary of {size} is too small for --mock-data with {spans} sentinels; give at least "
+                f"{spans + 16}"
             )
         sentinels = tuple(range(size - 1, size - 1 - spans, -1))
         return WordPieces(("",) * size, cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=sentinels)
@@ -161,14 +162,15 @@ def _word_pieces(tokenizer: Any, config: DataConfig, masking: MaskedDataConfig) 
     sentinels = getattr(tokenizer, "additional_special_tokens_ids", None)
     if None in (pad, eos) or sentinels is None:
         raise ValueError(
-            f"{getattr(tokenizer, 'name', 'the tokenizer')} has no sentinels, no padding, or no token that ends a text; T5 reads "
-            "data made with --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer, or "
-            "HuggingFaceTokenizer with the tokenizer.json of a T5"
+            f"{getattr(tokenizer, 'name', 'the tokenizer')} has no sentinels, no padding, or no token that ends a "
+            "text; a T5 needs data made with --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase, "
+            "SentencePieceTokenizer, or HuggingFaceTokenizer with the tokenizer.json of a T5"
         )
     if not sentinels:
         raise ValueError(
-            "a T5 puts a sentinel in the place of each span: give --vocab-extra-ids N, or a tokenizer.json with "
-            f"<extra_id_0>; the published models have 100, and --seq-length {config.seq_length} has at most {spans} spans"
+            "a T5 replaces each masked span by a sentinel, and the tokenizer has none; give --vocab-extra-ids N, or "
+            "a tokenizer.json with <extra_id_0>; the published models have 100 sentinels, and --seq-length "
+            f"{config.seq_length} needs at most {spans}"
         )
     return WordPieces(
         words=tuple(tokenizer.inv_vocab.get(i, "") for i in range(size)),

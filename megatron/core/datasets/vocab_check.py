@@ -139,4 +139,4 @@ def concatenate_checked(
     k = int(np.searchsorted(starts, position, side="right")) - 1
     sequence, offset = places[k]
     place = f"(sequence {sequence}, offset {offset + position - starts[k]})"
-    raise ConfigError(f"{indexed.data_path} holds token {tokens[position]} {place}, {reason}")
+    raise ConfigError(f"{indexed.data_path} contains token {tokens[position]} {place}, {reason}")

@@ -203,7 +203,7 @@ class _Malformed(ValueError):
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise ValueError("an object names one key twice")
+        raise ValueError("a JSON object has the same key twice")
     return result
 
 

@@ -43,7 +43,9 @@ class ShardedTensor(KeyedTensor):
         Raises NotImplementedError for a part without data, or of a flattened range.
         """
         if self.data is None or self.flattened_range is not None:
-            raise NotImplementedError(f"{self.key}: a part without data, or of a flattened range, is not built")
+            raise NotImplementedError(
+                f"{self.key}: a ShardedTensor without data, or of a flattened range, is not built"
+            )
         data = self.data.detach()[(None,) * self.prepend_axis_num]  # [1, ..., 1, *local_shape]
         replica_id = self.replica_id if isinstance(self.replica_id, tuple) else (self.replica_id,)
         return tensor_at(data, self.global_offset, self.global_shape, is_writer=not any(replica_id))
@@ -93,7 +95,9 @@ class ShardedObject:
 
     def __post_init__(self) -> None:
         if any(size != 1 for size in self.global_shape):
-            raise NotImplementedError(f"{self.key}: an object of {self.global_shape} parts is not built; save tensors")
+            raise NotImplementedError(
+                f"{self.key}: a ShardedObject of {self.global_shape} parts is not built; save tensors"
+            )
 
 
 def make_tp_sharded_tensor_for_checkpoint(

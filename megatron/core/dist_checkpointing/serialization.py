@@ -44,7 +44,9 @@ def save(
     """
     del sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check
     if async_sharded_save:
-        raise NotImplementedError("async_sharded_save: a save returns when all is written; leave it out")
+        raise NotImplementedError(
+            "async_sharded_save is not built: a save returns after everything is written; leave it out"
+        )
     state = _plain(sharded_state_dict)
     if content_metadata is not None:
         state["content_metadata"] = content_metadata

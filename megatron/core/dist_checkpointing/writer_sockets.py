@@ -104,7 +104,7 @@ class WriterGroup:
             yield
         except OSError as error:
             self.close()  # so that the other writers fail too instead of waiting
-            raise OtherRankError(f"the process that writes the part of rank {rank} has ended") from error
+            raise OtherRankError(f"the process that writes the shard of rank {rank} has ended") from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -205,7 +205,7 @@ def connect_to_first_writer(address: dict[str, Any], rank: int) -> WriterGroup:
             first.send({"token": address["token"], "rank": rank})
             return WriterGroup(rank, [first])
     raise OSError(
-        f"the process that writes rank 0's part cannot be reached at port {address['port']} of {', '.join(hosts)}"
+        f"the process that writes the shard of rank 0 cannot be reached at port {address['port']} of {', '.join(hosts)}"
     )
 
 

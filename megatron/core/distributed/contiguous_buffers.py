@@ -51,7 +51,7 @@ class Shard:
         for (first, last), tensor in zip(self.runs, self.tensors):
             if first <= start and stop <= last:
                 return tensor[start - first : stop - first]
-        raise AssertionError(f"elements {start}..{stop} of a shard that holds {self.runs}")
+        raise AssertionError(f"elements {start}..{stop} are outside a shard that contains {self.runs}")
 
     def values(self, param_range: ParamRange) -> Stored:
         """Return this shard's part of a parameter, flat [elements]; [0] if the shard has none."""

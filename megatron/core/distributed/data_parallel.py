@@ -108,9 +108,7 @@ class DistributedDataParallel(DataParallelBase):
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
         if fills_grad and zero.shards_state:
-            raise ConfigError(
-                f"fills_grad needs whole gradients; ZeRO stage {self.settings.stage} keeps shards of them"
-            )
+            raise ConfigError(f"fills_grad needs complete gradients, but ZeRO stage {self.settings.stage} shards them")
 
         # the parameters move into buffers
         units = units_of(module)
@@ -257,17 +255,17 @@ class DistributedDataParallel(DataParallelBase):
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed:
             raise RuntimeError(
-                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, so without a gradient "
-                "buffer and optimizer state; to train it later, wrap it with requires_grad_(True), then call "
-                "requires_grad_(False)"
+                f"{', '.join(thawed[:5])}: frozen when the model was wrapped in DistributedDataParallel, so it has "
+                "no gradient buffer and no optimizer state; to train it later, wrap the model while it has "
+                "requires_grad_(True), and only then call requires_grad_(False)"
             )
         with torch._C.DisableTorchFunctionSubclass():  # else data_ptr would wait for parameters in flight
             moved = [slot.name for slot, address in self._addresses.items() if slot.parameter.data_ptr() != address]
         if moved:
             raise RuntimeError(
-                f"{', '.join(moved[:5])}: no longer a view of the trained buffer, since `.data` was set, as module.to(dtype) "
-                "does; do that before the model is wrapped in DistributedDataParallel, or copy values with "
-                "parameter.data.copy_() before the optimizer is made"
+                f"{', '.join(moved[:5])}: not a view of the trained buffer any more, because `.data` was set, as "
+                "module.to(dtype) does; do that before the model is wrapped in DistributedDataParallel, or copy "
+                "values with parameter.data.copy_() before the optimizer is made"
             )
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
@@ -409,8 +407,8 @@ class DistributedDataParallel(DataParallelBase):
 def _refuse_other_tensors(module: nn.Module, state: dict, prefix: str, metadata: dict, *_: Any) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise ValueError(
-            "load_state_dict(assign=True) would replace parameters, which are views of contiguous buffers; leave out "
-            "assign=True, or load before the model is wrapped"
+            "load_state_dict(assign=True) would replace the parameters, which are views of contiguous buffers; leave "
+            "out assign=True, or load before the model is wrapped"
         )
 
 

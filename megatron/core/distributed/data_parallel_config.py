@@ -28,30 +28,33 @@ class DataParallelConfig(FlagConfig):
 
     overlap_grad_reduce: bool = option(False, "overlap gradient reduction with the last backward, bucket by bucket")
     ddp_bucket_size: Count | None = option(
-        None, "elements per bucket; default: max(40,000,000, 1,000,000 x data-parallel size)"
+        None, "elements per gradient bucket; default: max(40,000,000, 1,000,000 x data-parallel size)"
     )
     use_distributed_optimizer: bool = option(False, "shard optimizer state over data-parallel ranks: ZeRO stage 1")
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, "shard over data-parallel ranks: 1: optimizer state; 2: also gradients; 3: also parameters"
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
-        None, "the ZeRO stage by its name in Megatron-FSDP"
+        None, "the ZeRO stage under its name in Megatron-FSDP"
     )
     num_distributed_optimizer_instances: Count = option(
-        1, "groups of data-parallel ranks, each with all shards (hybrid sharding)"
+        1, "number of groups of data-parallel ranks; each group has a full set of shards (hybrid sharding)"
     )
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = option(
-        "no_shard", "optim: also shard optimizer state over those groups (ZeRO stage 3)"
+        "no_shard",
+        "optim: shard optimizer state also over the groups of --num-distributed-optimizer-instances (ZeRO stage 3)",
     )
     overlap_param_gather: bool = option(
         False, "overlap the all-gather of updated parameters with the next forward; needs sharded optimizer state"
     )
     grad_reduce_in_bf16: bool = option(
-        False, "communicate gradients in bfloat16: half the bytes, sums rounded to 8 bits; accumulation stays in fp32"
+        False,
+        "communicate gradients in bfloat16: half the bytes, with sums rounded to 8 significant bits; "
+        "gradients are still accumulated in fp32",
     )
     reduce_scatter_with_fp32_accumulation: bool = option(
         False,
-        "with --grad-reduce-in-bf16: add up the bfloat16 parts in fp32; needs sharded optimizer state",
+        "with --grad-reduce-in-bf16: sum the bfloat16 gradients of the ranks in fp32; needs sharded optimizer state",
         flags=("--reduce-scatter-with-fp32-accumulation", "--ddp-reduce-scatter-with-fp32-accumulation"),
     )
     main_grads_dtype: Literal["fp32", "bf16"] = option(
@@ -61,8 +64,8 @@ class DataParallelConfig(FlagConfig):
     )
     fixed_order_grad_reduce: bool = option(
         False,
-        "sum gradients in the same order for any data- and pipeline-parallel size, so that layouts agree bit for bit; stores the "
-        "gradients of every microbatch (debugging)",
+        "sum gradients in the same order for any data- and pipeline-parallel size, so that layouts agree bit for "
+        "bit; keeps the gradients of every microbatch in memory (debugging)",
     )
     poison_released_buffers: bool = option(
         False,
@@ -77,18 +80,27 @@ class DataParallelConfig(FlagConfig):
         bf16 = self.main_grads_dtype == "bf16"
         instances = self.num_distributed_optimizer_instances
         if len(set(requested.values())) > 1:
-            yield f"{' and '.join(requested)} ask for different ZeRO stages: {', '.join(map(str, requested.values()))}"
+            yield (
+                f"{' and '.join(requested)} give different ZeRO stages: "
+                f"{', '.join(map(str, requested.values()))}; give only one of them"
+            )
         elif self.use_distributed_optimizer and 0 in requested.values():
-            yield f"--use-distributed-optimizer asks for ZeRO stage 1, but {next(iter(requested))} for none; leave one out"
+            yield (
+                f"--use-distributed-optimizer means ZeRO stage 1, but {next(iter(requested))} means that nothing "
+                "is sharded; leave one of them out"
+            )
         if instances > 1 and not shards:
             yield f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer"
         if self.overlap_param_gather and not shards:
-            yield "--overlap-param-gather gathers what sharded optimizer state updates; give --use-distributed-optimizer too"
+            yield "--overlap-param-gather needs sharded optimizer state; give --use-distributed-optimizer too"
         if bf16 and not shards:
-            yield "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage 1 to 3: its float32 sums are shards"
+            yield (
+                "--main-grads-dtype bf16 needs sharded optimizer state, where sums are kept in float32; give "
+                "--use-distributed-optimizer or --zero-stage 1 to 3"
+            )
         if self.reduce_scatter_with_fp32_accumulation and not (shards and (bf16 or self.grad_reduce_in_bf16)):
             yield (
-                "--reduce-scatter-with-fp32-accumulation sums shards of gradients sent in bfloat16; give "
+                "--reduce-scatter-with-fp32-accumulation needs gradients sent in bfloat16 and sharded; give "
                 "--grad-reduce-in-bf16 and --use-distributed-optimizer (or --zero-stage 1 to 3) too, or leave it out"
             )
         if self.outer_dp_sharding_strategy == "optim" and (not self.zero.shards_params or instances < 2):
@@ -101,7 +113,10 @@ class DataParallelConfig(FlagConfig):
             }  # flag -> whether it is set to a value that is excluded
             for flag, is_set in excluded.items():
                 if is_set:
-                    yield f"--fixed-order-grad-reduce sums fp32 gradients of whole steps, in ZeRO stage 0 or 1; leave out {flag}"
+                    yield (
+                        "--fixed-order-grad-reduce needs fp32 gradients, ZeRO stage 0 or 1, and one reduction at "
+                        f"the end of each step; leave out {flag}"
+                    )
 
     def _requested_stages(self) -> dict[str, int]:
         """Return the stages that --zero-stage and --data-parallel-sharding-strategy name, by flag with value."""

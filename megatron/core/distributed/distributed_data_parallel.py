@@ -47,7 +47,9 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         super().finish_grad_reduce()
         tensors = [tensor for buffer in self.buffers for tensor in buffer.sums.tensors]
         if self.ddp_config.check_for_nan_in_grad and not all(tensor.isfinite().all() for tensor in tensors):
-            raise RuntimeError("check_for_nan_in_grad: a gradient is not finite; lower the rate or check the data")
+            raise RuntimeError(
+                "check_for_nan_in_grad: a gradient is NaN or infinite; lower the learning rate, or check the data"
+            )
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """All-gather what the other ranks have updated. After `MegatronOptimizer.step` nothing is left to gather."""

@@ -59,8 +59,8 @@ def _check_same_model(module: nn.Module, samples: Axis, device: torch.device | s
     for tensor, first_ranks in zip_longest(tensors_of[rank], tensors_of[0], fillvalue="nothing"):
         if tensor != first_ranks:
             raise RuntimeError(
-                f"rank {samples.ranks[rank]} has another model than rank {samples.ranks[0]}: {tensor} in the place of "
-                f"{first_ranks}"
+                f"rank {samples.ranks[rank]} has another model than rank {samples.ranks[0]}: it has {tensor} where "
+                f"the other has {first_ranks}"
             )
 
 
@@ -78,8 +78,8 @@ class FullParameters:
         rounded = [slot for slot in _slots_of(self._parameters) if slot.bucket.buffer.is_half_precision]
         if changed_on is not None and rounded:
             raise ValueError(
-                f"{rounded[0].name} is a rounded copy of a float32 master, which would undo a change; change weights "
-                "before the module is wrapped"
+                f"{rounded[0].name} is a rounded copy of a float32 master, which would undo a change of it; change "
+                "weights before the module is wrapped"
             )
 
     def __enter__(self) -> None:

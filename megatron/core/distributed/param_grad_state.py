@@ -56,8 +56,9 @@ class ParamSlot(GradSlot):
         """
         if self.is_unset and self.parameter.main_grad._version != self._version:
             raise RuntimeError(
-                f"main_grad of {self.name} was changed without being opened, so the first gradient of the step would overwrite "
-                "the change; call megatron.core.ops.main_grad_interface.open_main_grad(parameter) before changing it, and "
+                f"main_grad of {self.name} was changed without a call of open_main_grad, so the first gradient of "
+                "the step would overwrite the change; call "
+                "megatron.core.ops.main_grad_interface.open_main_grad(parameter) before the change, and "
                 "grad_was_added(parameter) after it"
             )
         if self.is_opened:

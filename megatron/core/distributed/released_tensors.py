@@ -71,9 +71,9 @@ class ReleasedParameter(NonResidentTensor, nn.Parameter):
         if function == "__repr__":
             return f"ReleasedParameter({_name_of(tensors)}, {tuple(tensors[0].shape)})"
         raise RuntimeError(
-            f"{_name_of(tensors)} is used while ZeRO stage 3 has released it: its values are resident only while its module "
-            "runs. Use it inside that module's forward, or pass it to the forward of a module without children, or use "
-            "--zero-stage 2. To read all weights, save a checkpoint"
+            f"{_name_of(tensors)} is used while ZeRO stage 3 has released it: its values are resident only while its "
+            "module runs. Use it inside the forward of that module, pass it to the forward of a module without "
+            "children, or use --zero-stage 2. To read all weights, save a checkpoint"
         )
 
 
@@ -97,9 +97,9 @@ class ReleasedGradient(NonResidentTensor, Tensor):
     def before_use(function: str, tensors: list[Any]) -> str | None:
         """Raise RuntimeError with the parameter's name."""
         raise RuntimeError(
-            f"main_grad of {_name_of(tensors)} is used while ZeRO stage 2 or 3 has released it: it is resident from the first "
-            "gradient of a microbatch until its reduction. To add to it, call "
-            "megatron.core.ops.main_grad_interface.open_main_grad(parameter) first; to read gradients, use --zero-stage 1"
+            f"main_grad of {_name_of(tensors)} was used, but ZeRO stage 2 or 3 has released it. It is in memory from "
+            "the first gradient of a microbatch until its reduction. To add to it, first call "
+            "megatron.core.ops.main_grad_interface.open_main_grad(parameter); to read gradients, use --zero-stage 1"
         )
 
 

@@ -93,9 +93,9 @@ class GradReduce:
         # Validation begins and ends a step without gradients; training may then add to it.
         if self.reduction_started and self.has_gradients:
             raise RuntimeError(
-                f"the gradient of {slot.name} was added after the gradients of its step were reduced over the ranks; call "
-                "zero_grad_buffer() of each model chunk before the first forward of a step, and run all microbatches of the "
-                "step in one call of get_forward_backward_func()"
+                f"the gradient of {slot.name} was added after the step's gradients had been reduced over the ranks; "
+                "call zero_grad_buffer() of each model chunk before the first forward of a step, and run all "
+                "microbatches of the step in one call of get_forward_backward_func()"
             )
         if self.reduction_started:
             self.reduction_started = False
@@ -119,8 +119,9 @@ class ReduceOnce(GradReduce):
             return
         if slot.added > slot.expected:
             raise RuntimeError(
-                f"the gradient of {slot.name} was written {slot.added} times in this step and at most {slot.expected} times "
-                "before, so its reduction may be in flight; leave out --overlap-grad-reduce for this model"
+                f"the gradient of {slot.name} was written {slot.added} times in this step, but at most "
+                f"{slot.expected} times before, so its reduction may already have begun; leave out "
+                "--overlap-grad-reduce for this model"
             )
         if slot.added < slot.expected:
             return

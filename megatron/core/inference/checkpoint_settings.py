@@ -32,12 +32,16 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
     """Return the settings in `Checkpoint.state`. source: the checkpoint's name in errors. Raises ConfigError."""
     saved = state.get("config", {})
     if not _COMPONENTS.keys() <= saved.keys() or "vocab_size" not in state:
-        raise ConfigError(f"{source} does not say what model it holds; it was not written by a pretraining run of ours")
+        raise ConfigError(
+            f"{source} does not name its model class; it was not written by a pretraining run of this project"
+        )
     if unknown := sorted(saved["transformer"].keys() - {f.name for f in fields(ModelConfig)}):
-        raise ConfigError(f"{source} has model settings unknown here: {', '.join(unknown)}; use the code that wrote it")
+        raise ConfigError(
+            f"{source} has unknown model settings: {', '.join(unknown)}; use the version of the code that wrote it"
+        )
     if own := _listed(saved.get("own_model", {})):
         raise ConfigError(
-            f"{source} is of a script's own model, with settings {own}; generate with that script's model"
+            f"{source} is a script's own model, with the settings {own}; generate with that script's model"
         )
     try:
         components = {name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}

@@ -58,17 +58,17 @@ def load_model(
     saved_model = checkpoint.state.get("model", GPTModel.__name__)
     if saved_model != kind.__name__:
         raise ConfigError(
-            f"{checkpoint.folder} holds a {saved_model}, and what generates here is a {kind.__name__}: its layers would compute "
-            f"something else. A class that computes what {kind.__name__} does says so when it trains: model_name = "
-            f'"{kind.__name__}"'
+            f"{checkpoint.folder} contains a {saved_model}, but the model class here is {kind.__name__}, whose "
+            f"layers would compute something else. If the class that trained computes the same as {kind.__name__}, "
+            f'it must say so when it trains: model_name = "{kind.__name__}"'
         )
     saved_function = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
     function = attention_function(config.attention_backend)
     if saved_function not in (None, function):
         raise ConfigError(
-            f"{checkpoint.folder} was trained by attention that computes {saved_function!r}, and --attention-backend "
-            f"{config.attention_backend} computes {function!r} here; give the script that trained, which adds its kernel, by "
-            "--model"
+            f"{checkpoint.folder} was trained with attention that computes {saved_function!r}, but "
+            f"--attention-backend {config.attention_backend} computes {function!r} here; give the training script, "
+            "which adds its kernel, as --model"
         )
 
     # build this rank's stage; matmul modes are measured again, since the checkpoint may come from another CPU
@@ -134,7 +134,7 @@ def single_rank_mesh() -> Mesh:
     """Return a mesh of one rank, without communicators."""
 
     def no_group(name: str, ranks: tuple[int, ...]) -> None:
-        raise AssertionError(f"axis {name} of a lone process has ranks {ranks}")
+        raise AssertionError(f"axis {name} of a single process has the ranks {ranks}")
 
     return build_mesh(AxisSizes(), 0, no_group)
 
@@ -152,6 +152,6 @@ def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) ->
     shown = [f"{name} (not in the {'checkpoint' if name in of_model else 'model'})" for name in differing[:4]]
     more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
     raise ConfigError(
-        f"{checkpoint.folder} does not hold a {type(whole).__name__} of its own settings; parameters that only one of the "
-        f"two has: {', '.join(shown)}{more}; was it written by another kind of model?"
+        f"{checkpoint.folder} does not match the {type(whole).__name__} that its settings describe; parameters that "
+        f"only one of them has: {', '.join(shown)}{more}; was it written by another model?"
     )

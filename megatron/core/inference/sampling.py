@@ -30,7 +30,11 @@ class SamplingConfig(FlagConfig):
     """Choice of the next token."""
 
     greedy: bool = option(False, "take the most probable token")
-    temperature: Positive = option(1.0, "divide logits by this: below 1 sharper, above 1 flatter; for 0 give --greedy")
+    temperature: Positive = option(
+        1.0,
+        "temperature: divide logits by this; below 1 sharpens the distribution, above 1 flattens it; instead of "
+        "0 give --greedy",
+    )
     top_k: Count | None = option(None, "sample from the k most probable tokens", flags=("--top-k", "--top_k"))
     top_p: Annotated[float, "(0, 1]"] | None = option(
         None, "sample from the smallest set of tokens with at least this probability", flags=("--top-p", "--top_p")
@@ -38,7 +42,10 @@ class SamplingConfig(FlagConfig):
 
     def problems(self) -> Iterator[str]:
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            yield "--greedy draws nothing; leave out --temperature, --top-k and --top-p, or --greedy"
+            yield (
+                "--greedy takes the most probable token, so --temperature, --top-k and --top-p have no effect; "
+                "leave them out, or --greedy"
+            )
 
 
 def chooser(config: SamplingConfig, generator: torch.Generator) -> Choose:
@@ -102,11 +109,11 @@ def _only(logits: Tensor, ids: Tensor) -> Tensor:
 def _checked(logits: Tensor) -> Tensor:
     """Return `logits` in float64 on the CPU. Raise ValueError unless they are a vector with a finite maximum."""
     if logits.dim() != 1 or len(logits) == 0:
-        raise ValueError(f"the scores must be a vector over the vocabulary, not of shape {tuple(logits.shape)}")
+        raise ValueError(f"the logits must be a vector over the vocabulary, not of shape {tuple(logits.shape)}")
     logits = logits.detach().to("cpu", torch.float64)
     if not math.isfinite(logits.max()):
         raise ValueError(
-            f"the highest of {len(logits)} scores is {logits.max().item()}; the model's weights are broken, "
-            "perhaps by a training run that diverged: load an earlier iteration"
+            f"the highest of {len(logits)} logits is {logits.max().item()}, so the model's weights are broken, "
+            "perhaps by a training run that diverged; load an earlier iteration"
         )
     return logits

@@ -246,8 +246,8 @@ class OffloadedStorage:
         transfer.wait()
         if source._version != self._version:
             raise RuntimeError(
-                f"a saved tensor of shape {tuple(source.shape)} was changed in place after its forward; avoid that, as without "
-                "--cpu-offloading-num-layers"
+                f"a tensor of shape {tuple(source.shape)} that was saved for the backward was changed in place after "
+                "its forward; do not change it, or leave out --cpu-offloading-num-layers"
             )
 
     def _fetch(self) -> None:

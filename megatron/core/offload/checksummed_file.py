@@ -19,7 +19,9 @@ class OffloadError(RuntimeError):
     """Offloaded state cannot be read or written: the file, the problem, what to do."""
 
 
-_DAMAGED = "the disk fails or another program writes there; resume from the last checkpoint with another --offload-dir"
+_DAMAGED = (
+    "the disk fails, or another program writes to the file; resume from the last checkpoint with another --offload-dir"
+)
 
 
 class BlockFile:
@@ -63,7 +65,7 @@ class BlockFile:
             if zlib.crc32(block) != self._sums[first + i]:
                 block_start = (first + i) * self.block
                 where = f"bytes {block_start} .. {block_start + self.block}"
-                raise OffloadError(f"{self.path}: {where} differ from those written; {_DAMAGED}")
+                raise OffloadError(f"{self.path}: {where} differ from what was written; {_DAMAGED}")
 
     def write(self, start: int, data: memoryview) -> None:
         """Write `data` at byte `start`, which need not begin a block. Raises OffloadError."""
@@ -102,7 +104,9 @@ class BlockFile:
             where = f"at byte {start + done} ({error.strerror})"
             raise OffloadError(f"{self.path}: unreadable {where}; {_DAMAGED}") from error
         if done < len(out):
-            raise OffloadError(f"{self.path}: ends at byte {start + done}, but {self.nbytes} were written; {_DAMAGED}")
+            raise OffloadError(
+                f"{self.path}: ends at byte {start + done}, but {self.nbytes} bytes were written; {_DAMAGED}"
+            )
 
     def _write_all(self, start: int, data: memoryview) -> None:
         done = 0

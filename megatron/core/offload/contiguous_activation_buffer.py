@@ -62,8 +62,9 @@ class RecomputeInputSlots:
                 self._allocate(self._count, flat.device)
         if flat.nbytes > self._slot_bytes:
             raise RuntimeError(
-                f"contiguous checkpointing: an input of {flat.nbytes} bytes does not fit a slot of the first input's size "
-                f"({self._slot_bytes} bytes); give the model inputs of one size, or omit --contiguous-checkpointing"
+                f"contiguous checkpointing: an input of {flat.nbytes} bytes does not fit a slot, which has the size "
+                f"of the first input ({self._slot_bytes} bytes); give the model inputs of one size, or leave out "
+                "--contiguous-checkpointing"
             )
 
         # without `reserve`, grow
@@ -71,8 +72,9 @@ class RecomputeInputSlots:
             self._allocate(1, flat.device)
         if not self._free:
             raise RuntimeError(
-                f"contiguous checkpointing: all {self._allocated} slots are in use, the schedule's peak of recompute inputs; "
-                "some code keeps an input after its backward; omit --contiguous-checkpointing"
+                f"contiguous checkpointing: all {self._allocated} slots of saved inputs are in use, as many as the "
+                "schedule needs at once; some code keeps an input after its backward; leave out "
+                "--contiguous-checkpointing"
             )
 
         # A new storage object over the slot's memory, so that its end tells that no tensor views the slot any more.

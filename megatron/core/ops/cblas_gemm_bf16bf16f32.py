@@ -22,7 +22,7 @@ def addmm_bf16_to_fp32(total: Tensor, grad: Tensor, x: Tensor, beta: int) -> Non
     """
     multiply = _gemm_of_bfloat16()
     if multiply is None:
-        raise RuntimeError("there is no product of bfloat16 matrices with a float32 sum")
+        raise RuntimeError("the BLAS library or this CPU has no product of bfloat16 matrices with a float32 sum")
     # Meta tensors have no values. torch's operators allow for that by themselves; this is a call by address.
     if total.is_meta:
         return

@@ -112,7 +112,7 @@ def WarmupDecayLR(
     """Rise to `warmup_max_lr`, then fall linearly to `warmup_min_lr` at `total_num_steps`."""
     if total_num_steps < warmup_num_steps:
         raise ConfigError(
-            f"total_num_steps is {total_num_steps}, below warmup_num_steps ({warmup_num_steps}); raise it"
+            f"total_num_steps is {total_num_steps}; it must be at least warmup_num_steps ({warmup_num_steps})"
         )
     ends = (warmup_min_lr, warmup_max_lr, warmup_min_lr)
     warmup = (warmup_num_steps, warmup_type)
@@ -148,7 +148,10 @@ def _schedule(
     """
     steps, kind = warmup
     if kind not in ("log", "linear") or steps < 1:
-        raise ConfigError(f"a schedule warms up in {steps} steps by {kind!r}; give 1 or more, log or linear")
+        raise ConfigError(
+            f"the warm-up of a schedule has {steps} steps and the type {kind!r}; give 1 or more steps, and the "
+            "type log or linear"
+        )
     rates = []
     for low, high, first in zip(*_per_group(optimizer, *ends)):
         schedule = LearningRateSchedule(high, low, first, max(2, steps), total, style, warmup_style=kind)
@@ -161,7 +164,9 @@ def _per_group(optimizer: Any, *rates_of: Rates) -> list[list[float]]:
     groups = len(optimizer.param_groups)
     lists = [list(rates) if isinstance(rates, list | tuple) else [rates] * groups for rates in rates_of]
     if any(len(rates) != groups for rates in lists):
-        raise ConfigError(f"a schedule gives rates {lists} to {groups} groups; give one, or {groups}")
+        raise ConfigError(
+            f"a schedule has the rates {lists} for {groups} parameter groups; give one rate, or a list of {groups}"
+        )
     return lists
 
 

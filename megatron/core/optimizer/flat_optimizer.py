@@ -132,9 +132,9 @@ class FlatOptimizer:
             first = next(iter(matrices))
             optimizer = self._group_of[first].optimizer or self.config.optimizer
             raise ConfigError(
-                f"--optimizer {optimizer} needs whole tensors ({first} and {len(matrices) - 1} more), but "
-                f"{' and '.join(hindrances)} leaves a rank parts of them; use "
-                "--zero-stage 1 and leave out the rest"
+                f"--optimizer {optimizer} needs complete matrices ({first} and {len(matrices) - 1} more), but with "
+                f"{' and '.join(hindrances)} a rank has only parts of them; use --zero-stage 1 and leave out the "
+                "others"
             )
 
         for name, parameter in matrices.items():
@@ -142,8 +142,8 @@ class FlatOptimizer:
             updates_matrices_alone = self.config.rule(optimizer).others is not None
             if updates_matrices_alone and parameter.dim() != 2:
                 raise ConfigError(
-                    f"{optimizer} updates matrices, and {name} is {tuple(parameter.shape)}; group_of must give it another "
-                    "optimizer"
+                    f"{optimizer} updates only matrices, but {name} has the shape {tuple(parameter.shape)}; group_of "
+                    "must give it another optimizer"
                 )
         return matrices
 

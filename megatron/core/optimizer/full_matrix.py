@@ -164,7 +164,7 @@ def full_matrices_over_tp(
         others = set(placement.shard) - {"tp"}
         if others:
             raise ConfigError(
-                f"{name} is sharded over {', '.join(others)}; an optimizer of whole tensors gathers over tp only"
+                f"{name} is sharded over {', '.join(others)}, but an optimizer of complete tensors gathers only over tp"
             )
         if tp.size > 1 and (placement.shard or placement.rows):
             own_pieces[name] = pieces(placement, tuple(parameter.shape), mesh)

@@ -24,15 +24,18 @@ class LossScaleConfig(FlagConfig):
     loss_scale: NotNegative | None = option(None, "static loss scale; 0 or unset: dynamic with --fp16")
     initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
     min_loss_scale: Positive = option(1.0, "smallest dynamic loss scale")
-    loss_scale_window: Count = option(1000, "iterations without overflow before the scale doubles")
-    hysteresis: Count = option(2, "overflows before the scale is halved")
+    loss_scale_window: Count = option(1000, "iterations without an overflow after which the loss scale is doubled")
+    hysteresis: Count = option(2, "overflows after which the loss scale is halved")
 
     def problems(self) -> Iterator[str]:
         scales = {"initial_loss_scale": self.initial_loss_scale, "min_loss_scale": self.min_loss_scale}
         for name, value in scales.items():
             mantissa, _ = math.frexp(value)
             if mantissa != 0.5:
-                yield f"{flag_of(name)} is {value}; it must be a power of two, so that scaling rounds nothing, such as 65536"
+                yield (
+                    f"{flag_of(name)} is {value}; it must be a power of two, so that scaling does not round, "
+                    "such as 65536"
+                )
         initial = self.initial_loss_scale
         if self.min_loss_scale > initial:
             yield f"--min-loss-scale is {self.min_loss_scale}; it must be at most --initial-loss-scale ({initial})"
@@ -117,10 +120,10 @@ def problems_of_scaler(state: Mapping[str, Any]) -> Iterator[str]:
     if "scale" not in state:
         return
     if not (fits(state["scale"], float) and state["scale"] > 0):
-        yield f"grad_scaler/scale is {state['scale']!r:.40}, not a number above 0"
+        yield f"grad_scaler/scale is {state['scale']!r:.40}; it must be a number above 0"
     for name in ("growth_tracker", "hysteresis_tracker"):
         if not fits(state.get(name), int):
-            yield f"grad_scaler/{name} is {state.get(name)!r:.40}, not a whole number"
+            yield f"grad_scaler/{name} is {state.get(name)!r:.40}; it must be a whole number"
 
 
 def make_grad_scaler(config: LossScaleConfig, *, fp16: bool) -> GradScaler | None:

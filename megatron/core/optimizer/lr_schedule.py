@@ -42,18 +42,25 @@ class LearningRateConfig(FlagConfig):
         None, "final learning rate of embedding and output layer; default: --min-lr"
     )
     lr_decay_style: DecayStyle = option(
-        "linear", "decay after the warm-up; WSD: constant, then --lr-wsd-decay-style at the end"
+        "linear", "learning rate decay after the warm-up; WSD: constant, and at the end decay by --lr-wsd-decay-style"
     )
     lr_decay_iters: Count | None = option(None, "iterations until --min-lr; default: all")
-    lr_decay_samples: Count | None = option(None, "samples until --min-lr, with --train-samples; default: all")
-    lr_wsd_decay_style: WsdStyle = option("exponential", "decay at the end of WSD")
-    lr_wsd_decay_iters: Count | None = option(None, "iterations of the decay of WSD")
-    lr_wsd_decay_samples: Count | None = option(None, "samples of the decay of WSD, with --train-samples")
+    lr_decay_samples: Count | None = option(
+        None, "samples until the learning rate reaches --min-lr, with --train-samples; default: all"
+    )
+    lr_wsd_decay_style: WsdStyle = option("exponential", "shape of the final decay of --lr-decay-style WSD")
+    lr_wsd_decay_iters: Count | None = option(None, "iterations of the final decay of --lr-decay-style WSD")
+    lr_wsd_decay_samples: Count | None = option(
+        None, "samples of the final decay of --lr-decay-style WSD; needs --train-samples"
+    )
     lr_warmup_iters: WholeNumber = option(0, "iterations of warm-up")
     lr_warmup_samples: WholeNumber = option(0, "samples of warm-up, with --train-samples")
-    lr_warmup_fraction: Share | None = option(None, "warm-up as a share of the decay iterations or samples")
+    lr_warmup_fraction: Share | None = option(None, "warm-up as a share of the iterations or samples of the decay")
     lr_warmup_init: NotNegative = option(0.0, "learning rate at the start of the warm-up")
-    lr_warmup_style: WarmupStyle = option("linear", "warm-up by iterations, or by the logarithm of 1 + iterations")
+    lr_warmup_style: WarmupStyle = option(
+        "linear",
+        "growth of the learning rate in the warm-up: linear in the iterations, or in the logarithm of 1 + iterations",
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "resume with this run's learning rate and weight decay schedules instead of the checkpoint's",
@@ -73,7 +80,7 @@ class LearningRateConfig(FlagConfig):
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             yield f"--min-lr is {self.min_lr}; it must be between 0 and --lr ({self.lr})"
         if self.lr is not None and self.lr_warmup_init > self.lr > 0:
-            yield f"--lr-warmup-init is {self.lr_warmup_init}; it must not be above --lr ({self.lr})"
+            yield f"--lr-warmup-init is {self.lr_warmup_init}; it must be at most --lr ({self.lr})"
         highest = self.decoupled_lr
         lowest = self.decoupled_min_lr
         if highest is None and lowest is not None:
@@ -84,13 +91,16 @@ class LearningRateConfig(FlagConfig):
             yield f"--decoupled-min-lr (or --min-lr) is {lowest}; it must be between 0 and --decoupled-lr ({highest})"
         for unit in ("iters", "samples"):
             if self.lr_warmup_fraction is not None and getattr(self, f"lr_warmup_{unit}"):
-                yield f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other; give one"
+                yield f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other; give only one of them"
             if self.lr_decay_style != "WSD" and getattr(self, f"lr_wsd_decay_{unit}") is not None:
                 yield f"--lr-wsd-decay-{unit} needs --lr-decay-style WSD, not {self.lr_decay_style}"
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
             yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, or with --train-samples --lr-wsd-decay-samples"
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one"
+            yield (
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; "
+                "give only one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -226,13 +236,13 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
 
     if warmup >= decay and config.lr_decay_style != "constant":
         raise ConfigError(
-            f"the warm-up ({warmup:g} {word}) must end before the decay does ({decay:g}); lower {warmup_flag} or raise "
-            f"--lr-decay-{length.unit}"
+            f"the warm-up ({warmup:g} {word}) must end before the decay ({decay:g}) does; lower {warmup_flag} or "
+            f"raise --lr-decay-{length.unit}"
         )
     if config.lr_decay_style == "WSD" and wsd is not None and wsd > decay:
         raise ConfigError(
-            f"--lr-wsd-decay-{length.unit} ({wsd}) must not exceed the decay ({decay} {word}); lower it or raise "
-            f"--lr-decay-{length.unit}"
+            f"--lr-wsd-decay-{length.unit} ({wsd}) must be at most the length of the decay ({decay} {word}); lower "
+            f"it, or raise --lr-decay-{length.unit}"
         )
     return LearningRateSchedule(
         lr=config.lr,
@@ -300,7 +310,7 @@ def read_schedule(kind: type[AnySchedule], saved: Mapping[str, Any], *, what: st
         problems = list(schedule.problems())
         if not problems:
             return schedule
-    raise ConfigError(f"the checkpoint's {what} schedule is none that a run has written: {'; '.join(problems)}")
+    raise ConfigError(f"the {what} schedule in the checkpoint is not valid: {'; '.join(problems)}")
 
 
 def schedule_in_force(
@@ -323,9 +333,10 @@ def schedule_in_force(
         length_changed = "decay" in changed or "samples" in changed
         hint = " (--train-iters or --train-samples set its length, unless --lr-decay-* does)" if length_changed else ""
         raise ConfigError(
-            f"the checkpoint's {what} schedule is another (in samples: {'; '.join(changed.values())}){hint}; give "
-            f"--override-opt_param-scheduler to follow this run's settings ({own.at(samples):.6g} at the next step), "
-            f"or --use-checkpoint-opt_param-scheduler for the checkpoint's ({checkpoints.at(samples):.6g})"
+            f"the {what} schedule of the checkpoint differs from that of this run (in samples: "
+            f"{'; '.join(changed.values())}){hint}; give --override-opt_param-scheduler to use this run's settings "
+            f"({own.at(samples):.6g} at the next step), or --use-checkpoint-opt_param-scheduler to use the "
+            f"checkpoint's ({checkpoints.at(samples):.6g})"
         )
     return own
 

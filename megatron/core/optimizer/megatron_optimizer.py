@@ -164,9 +164,12 @@ def get_megatron_optimizer(
     """
     del use_gloo_process_groups, pg_collection  # the mesh knows the groups
     if config_overrides:
-        raise NotImplementedError("config_overrides is not built; use no_weight_decay_cond, scale_lr_cond and lr_mult")
+        raise NotImplementedError("config_overrides is not built; give no_weight_decay_cond, scale_lr_cond and lr_mult")
     if any(config.use_distributed_optimizer > chunk.settings.zero.shards_state for chunk in model_chunks):
-        raise ConfigError("OptimizerConfig: use_distributed_optimizer needs that of DistributedDataParallelConfig too")
+        raise ConfigError(
+            "OptimizerConfig: use_distributed_optimizer needs use_distributed_optimizer=True in "
+            "DistributedDataParallelConfig too"
+        )
 
     def group_of(name: str, parameter: Tensor) -> ParamGroup:
         group = default_group(name, parameter.placement)

@@ -42,10 +42,10 @@ _LAST_REPEATS = ("simple", "polar_express")
 class MuonConfig(FlagConfig):
     """Muon."""
 
-    muon_momentum: BelowOne = option(0.9, "muon: share of the old momentum in m = momentum m + (1 - momentum) gradient")
+    muon_momentum: BelowOne = option(0.9, "muon: momentum, as in m = momentum m + (1 - momentum) gradient")
     muon_nesterov: bool = option(
         False,
-        "muon: orthogonalize momentum m + (1 - momentum) gradient instead of m",
+        "muon: Nesterov momentum: orthogonalize momentum m + (1 - momentum) gradient instead of m",
         flags=("--muon-nesterov", "--muon-use-nesterov"),
     )
     muon_num_ns_steps: Count = option(5, "muon: Newton-Schulz steps")
@@ -54,21 +54,23 @@ class MuonConfig(FlagConfig):
     )
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = option(
         "spectral",
-        "muon: an update of [out, in] is multiplied by sqrt(max(out, in)), sqrt(out / in) or sqrt(max(1, out / in))",
+        "muon: factor of the update of an [out, in] matrix: spectral: sqrt(max(out, in)); unit_rms_norm: sqrt(out / "
+        "in); shape_scaling: sqrt(max(1, out / in))",
     )
     muon_extra_scale_factor: Positive = option(
-        1.0, "muon: a further factor of the update; with spectral scaling 0.2 gives AdamW's usual size, and so its --lr"
+        1.0,
+        "muon: multiply the update by this as well; 0.2 with spectral scaling gives updates of AdamW's usual "
+        "size, so that AdamW's --lr fits",
     )
     muon_split_qkv: bool = option(
         True,
-        "muon: orthogonalize the fused query, key and value weights as one matrix instead of three",
+        "muon: orthogonalize the fused query, key and value weights as one matrix instead of as three",
         flags=("--muon-no-split-qkv",),
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = option(
         "medium",
-        "muon: products of float32 matrices in bfloat16 (medium; on a CPU without bfloat16 units as high), in "
-        "TF32 where the "
-        "device has it (high), or in float32 (highest)",
+        "muon: precision of the products of float32 matrices: medium: bfloat16 (on a CPU without bfloat16 units: as "
+        "high); high: TF32 where the device has it; highest: float32",
     )
 
     def problems(self) -> Iterator[str]:
@@ -79,8 +81,8 @@ class MuonConfig(FlagConfig):
         most = len(NS_COEFFICIENTS[kind])
         if steps > most:
             yield (
-                f"--muon-num-ns-steps is {steps}, and --muon-coefficient-type {kind} has {most} steps; give at most {most}, or "
-                f"one of {', '.join(_LAST_REPEATS)}"
+                f"--muon-num-ns-steps is {steps}, but --muon-coefficient-type {kind} has coefficients for only "
+                f"{most} steps; give at most {most}, or one of the types {', '.join(_LAST_REPEATS)}"
             )
 
 

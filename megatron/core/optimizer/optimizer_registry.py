@@ -74,7 +74,7 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("OPTIMIZERS", UpdateRule, _OURS)
 def _read_optimizer(name: str) -> str:
     if name == "dist_muon":  # of Megatron-LM
         raise argparse.ArgumentTypeError(
-            f"{name!r} is --optimizer muon --use-distributed-optimizer (ZeRO stage 1) here"
+            f"{name!r} is spelled --optimizer muon --use-distributed-optimizer (ZeRO stage 1) here"
         )
     return one_of(OPTIMIZERS)(name)
 
@@ -85,8 +85,8 @@ class OptimizerConfig(MuonConfig):
 
     optimizer: str = option(
         "adam",
-        "AdamW; Adam with L2 decay; SGD with momentum; or Muon for the layers' matrices, with "
-        "--muon-scalar-optimizer for the rest",
+        "adam: AdamW; adam-l2: Adam with L2 decay; sgd: SGD with momentum; muon: Muon for the layers' matrices, and "
+        "--muon-scalar-optimizer for the other parameters",
         names=OPTIMIZERS,
         read=_read_optimizer,
     )
@@ -98,35 +98,40 @@ class OptimizerConfig(MuonConfig):
     )
     start_weight_decay: float | None = option(None, "initial weight decay, with --weight-decay-incr-style")
     end_weight_decay: float | None = option(None, "final weight decay, instead of --weight-decay")
-    weight_decay_incr_style: IncreaseStyle = option("constant", "increase of the weight decay over the run")
-    adam_beta1: BelowOne = option(0.9, "decay rate of the first moment")
-    adam_beta2: BelowOne = option(0.999, "decay rate of the second moment")
-    adam_eps: Positive = option(1e-8, "Adam's epsilon, added to the root of the second moment")
+    weight_decay_incr_style: IncreaseStyle = option(
+        "constant",
+        "growth of weight decay over the run, from --start-weight-decay to --end-weight-decay; constant: none",
+    )
+    adam_beta1: BelowOne = option(0.9, "decay rate of Adam's first moment")
+    adam_beta2: BelowOne = option(0.999, "decay rate of Adam's second moment")
+    adam_eps: Positive = option(1e-8, "Adam's epsilon, added to the square root of the second moment")
     sgd_momentum: BelowOne = option(0.9, "momentum of sgd")
     clip_grad: NotNegative = option(1.0, "clip the global gradient norm to this; 0: no clipping")
     reuse_fp32_param: bool = option(
         False,
-        "with --bf16: store an fp32 master as the bf16 weight and its 16 missing bits, 2 bytes less per "
-        "parameter; ties (1 in "
-        "131,072) lose one unit in the last place",
+        "with --bf16: store an fp32 master weight as the bf16 weight plus 16 more bits, which saves 2 bytes per "
+        "parameter; 1 in 131,072 masters, halfway between two bf16 values, loses one unit in its last place",
     )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         scalar_optimizer = self.muon_scalar_optimizer
         if scalar_optimizer in OPTIMIZERS and OPTIMIZERS[scalar_optimizer].others is not None:
-            yield f"--muon-scalar-optimizer {scalar_optimizer} updates matrices alone; use adam or sgd"
+            yield f"--muon-scalar-optimizer {scalar_optimizer} updates only matrices; use adam or sgd"
         start = self.start_weight_decay
         end = self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
             for flag, value in {"--start-weight-decay": start, "--end-weight-decay": end}.items():
                 if value is not None:
-                    yield f"{flag} needs --weight-decay-incr-style linear or cosine; a constant one is --weight-decay"
+                    yield (
+                        f"{flag} needs --weight-decay-incr-style linear or cosine; for a constant weight decay "
+                        "give --weight-decay"
+                    )
         elif start is None or end is None:
             style = self.weight_decay_incr_style
             yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
         elif not 0 <= start <= end < math.inf:
-            yield f"--start-weight-decay ({start}) must not be negative, nor above --end-weight-decay ({end})"
+            yield f"--start-weight-decay ({start}) must be between 0 and --end-weight-decay ({end})"
 
     def weight_decay_schedule(self, samples: int) -> WeightDecaySchedule:
         """Return the weight decay over a run of `samples` samples."""
@@ -147,7 +152,7 @@ class OptimizerConfig(MuonConfig):
         states = OPTIMIZERS[name].states(self)
         if not isinstance(states, tuple) or not all(isinstance(state, str) for state in states):
             raise ConfigError(
-                f"OPTIMIZERS[{name!r}]: its states are {states!r}; they must be a tuple of names, () for none"
+                f"OPTIMIZERS[{name!r}]: `states` is {states!r}; it must be a tuple of names, or () for no states"
             )
         return OPTIMIZERS[name]
 

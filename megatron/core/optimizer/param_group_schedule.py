@@ -116,7 +116,7 @@ def range_test(lowest: float, size: int, rate: float, *, by_steps: bool = False)
     by_steps: the quotient is rounded down.
     """
     if size < 1:
-        raise ConfigError(f"a range test of {size} updates a step; give 1 or more")
+        raise ConfigError(f"a step of the learning rate range test has {size} updates; give 1 or more")
 
     def at(step: int) -> float:
         sizes_done = (step + 1) / size
@@ -136,7 +136,7 @@ def one_cycle(
     """
     first, second = sizes
     if min(first, second) < 1:
-        raise ConfigError(f"a cycle of {first} updates up and {second} down; give 1 or more of each")
+        raise ConfigError(f"a cycle has {first} updates up and {second} updates down; give 1 or more of each")
 
     def at(step: int) -> float:
         if step >= first + second:

@@ -101,7 +101,7 @@ def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
     names = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam-l2", torch.optim.AdamW: "adam"}
     if type(optimizer) not in names or optimizer.state:
         raise ConfigError(
-            f"optimizer {kind}: it must be torch's Adam, AdamW or SGD, and must not have updated anything yet"
+            f"optimizer {kind}: it must be torch's Adam, AdamW or SGD, and must not have made an update yet"
         )
     name = names[type(optimizer)]
     for group in optimizer.param_groups:
@@ -118,7 +118,8 @@ def config_of_groups(name: str, groups: Groups, clip_grad: float) -> OptimizerCo
     for key, value in common.items():
         if any(group[key] != value for group in groups):
             raise ConfigError(
-                f"optimizer: groups have different {key}; rates, decays and betas may differ, {key} may not"
+                f"optimizer: groups have different {key}; only learning rates, weight decays and betas may differ, "
+                f"not {key}"
             )
     if name == "sgd":
         return OptimizerConfig(optimizer=name, clip_grad=clip_grad, sgd_momentum=common["momentum"])
@@ -134,12 +135,15 @@ def group_numbers(model: nn.Module, groups: Groups) -> dict[str, int]:
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             if number_of.setdefault(id(parameter), number) != number:
-                raise ConfigError("optimizer: a parameter is in more than one group; leave it in one")
+                raise ConfigError("optimizer: a parameter is in more than one group; keep it in one")
 
     named = dict(model.named_parameters())
     strangers = number_of.keys() - {id(parameter) for parameter in named.values()}
     if strangers:
-        raise ConfigError(f"{len(strangers)} of the optimizer's parameters are not of the model; pass the model's own")
+        raise ConfigError(
+            f"{len(strangers)} of the optimizer's parameters do not belong to the model; give only the model's "
+            "parameters"
+        )
 
     numbers = {}
     for name, parameter in named.items():
@@ -177,7 +181,7 @@ class FlatOptimizerWithParamGroups:
             advice = "Lower the rate, check the data"
             if scaler is not None:
                 advice += f", or lower the smallest loss scale (the scale is {scaler.scale:g})"
-            raise FloatingPointError(f"the gradient's norm is {self.norm}; nothing was updated. {advice}")
+            raise FloatingPointError(f"the gradient norm is {self.norm}; nothing was updated. {advice}")
         if scaler is not None:
             scaler.update(self.overflow)
         if not self.overflow:
@@ -190,7 +194,8 @@ class FlatOptimizerWithParamGroups:
         for key, value in self._fixed[group.number].items():
             if options[key] != value:
                 raise ConfigError(
-                    f"optimizer: {key} was changed to {options[key]}; only rates, decays and betas may be"
+                    f"optimizer: {key} was changed to {options[key]}; only learning rates, weight decays and betas "
+                    "may be changed"
                 )
         return UpdateStep(
             float(options["lr"]), float(options["weight_decay"]), self.flat.step_count, factor, options.get("betas")

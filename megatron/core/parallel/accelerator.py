@@ -26,25 +26,25 @@ DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu"]
 class DeviceConfig(FlagConfig):
     """Device and processes."""
 
-    device: DeviceName = option("auto", "device to train on; auto: an accelerator if there is one")
+    device: DeviceName = option("auto", "device to train on; auto: an accelerator if there is one, else the CPU")
     distributed_backend: Literal["gloo", "nccl", "hccl", "xccl"] | None = option(
         None, "torch.distributed backend; default: the device's"
     )
     distributed_timeout_minutes: Count = option(
-        10, "minutes until a missing rank or an unfinished collective is an error"
+        10, "minutes after which a missing rank or an unfinished collective is an error"
     )
     empty_unused_memory_level: Literal[0, 1, 2] = option(
         0,
-        "return cached memory to the driver (torch.cuda.empty_cache): 1: after the backwards of an iteration; 2: also after "
-        "the update; on a CPU: free blocks above 1 MB (1) or 128 KiB (2) at once",
+        "return cached memory to the driver (torch.cuda.empty_cache): 1: after the last backward of an iteration; 2: "
+        "also after the update; on a CPU: 1 frees blocks above 1 MB at once, and 2 blocks above 128 KiB",
     )
     check_memory: bool = option(
         True,
-        "start even if parameters, gradients and optimizer state exceed the memory of the device or host",
+        "start even if parameters, gradients and optimizer state need more memory than the device or host has",
         flags=("--no-check-memory",),
     )
     local_rank: WholeNumber | None = option(
-        None, "rank on this node, as launchers pass it", flags=("--local-rank", "--local_rank")
+        None, "rank of the process on its node; set by launchers", flags=("--local-rank", "--local_rank")
     )
 
 
@@ -86,8 +86,8 @@ class Device:
         count = processes if self.module is None else self.module.device_count()
         if processes > count > 1:
             raise ConfigError(
-                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most {count}, "
-                "or let them share devices with --distributed-backend gloo"
+                f"{processes} processes on this machine see {count} devices (--device {self.name}); start at most "
+                f"{count}, or let them share devices with --distributed-backend gloo"
             )
 
     @property
@@ -232,7 +232,8 @@ class Device:
         record = getattr(getattr(self.module, "memory", None), "_record_memory_history", None)
         if record is None:
             raise ConfigError(
-                f"--record-memory-history needs an accelerator's allocator; {self.name} has none; omit the flag"
+                f"--record-memory-history needs an accelerator's allocator, which {self.name} does not have; leave "
+                "it out"
             )
         record()
 

@@ -173,7 +173,7 @@ class as_peer_error:
         if "NCCL error" in str(error) and "ncclRemoteError" not in str(error):
             return
         reason = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])  # without torch's own file and line
-        raise LostPeerError(f"lost contact with another rank: {reason}") from error
+        raise LostPeerError(f"lost the connection to another rank: {reason}") from error
 
 
 class TorchGroup:
@@ -488,7 +488,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 def local_slice(size: int, axis: Axis) -> slice:
     """Return this rank's equal shard of a dimension of `size`, as a slice. ValueError if the ranks do not divide it."""
     if size % axis.size:
-        raise ValueError(f"a dimension of {size} is not divisible by the {axis.size} ranks of axis {axis.name}")
+        raise ValueError(f"a dimension of {size} must be divisible by the {axis.size} ranks of axis {axis.name}")
     length = size // axis.size
     return slice(axis.rank * length, (axis.rank + 1) * length)
 

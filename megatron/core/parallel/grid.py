@@ -114,15 +114,15 @@ class AxisSizes:
         names = self.order.split("-")
         unknown = set(names) - {"tp", "cp", "ep", "dp", "pp"}
         if unknown:
-            raise ValueError(f"order {self.order!r} names unknown axes {sorted(unknown)}; allowed: tp, cp, ep, dp, pp")
+            raise ValueError(f"order {self.order!r} has unknown axes {sorted(unknown)}; allowed are tp, cp, ep, dp, pp")
         if len(set(names)) < len(names):
-            raise ValueError(f"order {self.order!r} names an axis twice")
+            raise ValueError(f"order {self.order!r} has an axis twice; give each axis once")
         missing = []
         for name in ("tp", "cp", "ep", "dp", "pp"):
             if getattr(self, name) > 1 and name not in names:
                 missing.append(name)
         if missing:
-            raise ValueError(f"order {self.order!r} omits {missing}, whose size is above 1; name them")
+            raise ValueError(f"order {self.order!r} omits {missing}, whose size is above 1; add them")
 
     @property
     def world_size(self) -> int:
@@ -139,15 +139,16 @@ class AxisSizes:
         names = f"expert-tensor-parallel-size ({etp}) x expert-model-parallel-size ({self.ep})"
         if stage % (etp * self.ep * self.replicas):
             raise ConfigError(
-                f"the ranks of a pipeline stage ({stage}) are not a multiple of {etp * self.ep * self.replicas} = {names} x "
-                f"optimizer instances ({self.replicas}); change the sizes"
+                f"the number of ranks of a pipeline stage ({stage}) must be a multiple of "
+                f"{etp * self.ep * self.replicas} = {names} x optimizer instances ({self.replicas}); change the sizes"
             )
         edp = stage // (etp * self.ep)
         grid = self._grid({"tp": ("etp", etp), "ep": ("ep", self.ep), "dp": ("edp", edp), "pp": ("pp", self.pp)})
         if grid.group_of(0, "pp") != self.dense().group_of(0, "pp"):
             raise ConfigError(
-                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) if pp varies "
-                f"faster than dp (order {self.order}), else a stage's experts are on other ranks; omit --use-tp-pp-dp-mapping"
+                f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) if pp "
+                f"varies faster than dp (order {self.order}); otherwise a stage's experts would be on other ranks; "
+                "leave out --use-tp-pp-dp-mapping"
             )
         return grid
 

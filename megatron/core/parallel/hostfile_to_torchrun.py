@@ -44,7 +44,7 @@ def filtered(nodes: Slots, include: str = "", exclude: str = "") -> Slots:
     Raises ConfigError for a node or slot that the hostfile does not have.
     """
     if include and exclude:
-        raise ConfigError("--include and --exclude exclude each other; give one")
+        raise ConfigError("--include and --exclude exclude each other; give only one of them")
     # read the filter
     named = Slots()
     for part in (include or exclude).split("@"):
@@ -75,7 +75,10 @@ def torchrun_lines(
     """Return the line to run on each node. The first node is the meeting point, unless `address` names one."""
     counts = {len(slots) for slots in nodes.values()}
     if len(counts) != 1:
-        raise ConfigError(f"torchrun needs equally many slots on every node, and at least one node; left are {nodes}")
+        raise ConfigError(
+            "torchrun needs the same number of slots on every node, and at least one node; the selected nodes "
+            f"are {nodes}"
+        )
     lines = {}
     first = address or next(iter(nodes))
     size = counts.pop()

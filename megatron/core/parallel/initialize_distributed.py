@@ -85,9 +85,10 @@ def start_distributed(backend: str, timeout_minutes: float) -> None:
         if not isinstance(error, dist.DistError | OSError):
             raise
         raise ConfigError(
-            f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port} "
-            f"({str(error).splitlines()[0].rstrip('.')}): a rank has failed (see its own output), was not started, or has "
-            "another address, or another job uses the port; check the number of processes, MASTER_ADDR and MASTER_PORT"
+            f"rank {launch.rank} of {launch.world_size} did not find the other ranks at "
+            f"{launch.address}:{launch.port} ({str(error).splitlines()[0].rstrip('.')}). Either a rank has failed "
+            "(see its own output) or was not started, or its address differs, or another job uses the port. Check "
+            "the number of processes, MASTER_ADDR and MASTER_PORT"
         ) from error
     _joined = True
 
@@ -113,7 +114,7 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
             if now > deadline:
                 raise TimeoutError("rank 0 did not come")
             if by_agent and now > began + _AGENT_SECONDS and refuses(launch.address, launch.port):
-                raise ConnectionRefusedError("torchrun's agent, which keeps the store, has ended")
+                raise ConnectionRefusedError("torchrun's agent, which runs the store, has ended")
             if now > next_report:
                 next_report += REPORT_SECONDS
                 message = waiting_message(launch.rank, launch.world_size, ranks_as_text([0]), began)

@@ -72,8 +72,9 @@ def initialize_model_parallel(
     )
     if not dist.is_initialized() and launched_world_size() > 1:
         raise RuntimeError(
-            f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group() first, or initialize_megatron(), which does both"
+            f"{launched().launcher} started {launched_world_size()} processes, but torch.distributed is not "
+            "initialised; first call torch.distributed.init_process_group(), or initialize_megatron(), which does "
+            "both"
         )
     if dist.is_initialized():
         leave_at_exit()

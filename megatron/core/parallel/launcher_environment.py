@@ -71,8 +71,8 @@ def discover(environment: Mapping[str, str]) -> Launch:
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks != "1" and "SLURM_JOB_ID" in environment:
         raise ConfigError(
-            f"this is a SLURM job of {tasks} tasks (SLURM_NTASKS), but this process was not started by srun and would train "
-            "alone; start with srun or torchrun, or set RANK=0 WORLD_SIZE=1 for one process"
+            f"this is a SLURM job of {tasks} tasks (SLURM_NTASKS), but this process was not started by srun, so it "
+            "would train alone; start with srun or torchrun, or set RANK=0 WORLD_SIZE=1 for one process"
         )
     return Launch()
 

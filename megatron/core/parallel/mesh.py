@@ -198,7 +198,7 @@ def build_mesh(
     """
     if sizes.tp % ranks_per_kv_head:
         problem = f"{ranks_per_kv_head} ranks per key/value head do not divide {sizes.tp} tensor-parallel ranks"
-        raise ConfigError(f"{problem}; give tensor-parallel size / query groups")
+        raise ConfigError(f"{problem}; give ranks_per_kv_head = tensor-parallel size / query groups")
     ledger = Ledger()
     axes: dict[str, Axis] = {}
 
@@ -229,7 +229,7 @@ def build_mesh(
             members = ranks_of(pipeline)
         outside = set(members) - set(pipeline)
         if outside:
-            raise ConfigError(f"ranks {sorted(outside)} of {name} are not in the pipeline {pipeline}")
+            raise ConfigError(f"ranks {sorted(outside)} of {name} must be in the pipeline {pipeline}, and are not")
         sharing[name] = members
         add(name, members if rank in members else (rank,))
 

@@ -19,33 +19,37 @@ _UNEVEN_STAGES = (
 class ParallelConfig(FlagConfig):
     """Parallelism."""
 
-    tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks: shards of each layer")
-    pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks: shards of the layer sequence")
-    sequence_parallel: bool = option(False, "shard norms and dropout along the sequence over tensor-parallel ranks")
-    context_parallel_size: Count = option(1, "context-parallel ranks: shards of each sequence")
+    tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks, which shard each layer")
+    pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks, which shard the sequence of layers")
+    sequence_parallel: bool = option(
+        False, "sequence parallelism: tensor-parallel ranks shard norms and dropout along the sequence"
+    )
+    context_parallel_size: Count = option(1, "context-parallel ranks, which shard each sequence")
     cp_comm_type: list[str] = option(
         ["p2p"],
-        "how context-parallel ranks see each other's tokens: p2p (keys and values travel round a ring), all_gather (of "
-        "keys and values), a2a (heads are exchanged for tokens), a2a+p2p (a2a among neighbours, p2p between groups of "
-        "them); one for all layers, or one for each",
+        "communication of context-parallel attention: p2p (keys and values are passed around a ring), all_gather "
+        "(keys and values are gathered), a2a (an all-to-all trades a shard of tokens for a shard of heads), a2a+p2p "
+        "(a2a among neighbours, p2p between groups of neighbours); give one for all layers, or one for each layer",
         metavar="TYPE",
     )
     hierarchical_context_parallel_sizes: list[int] | None = option(
         None,
-        "--cp-comm-type a2a+p2p: neighbours that exchange heads, and groups of them on the ring; their product is c",
+        "two numbers for --cp-comm-type a2a+p2p: how many neighbouring ranks exchange heads, and how many such "
+        "groups form the ring; their product is --context-parallel-size",
     )
-    expert_model_parallel_size: int = option(1, "expert-parallel ranks: shards of the experts")
+    expert_model_parallel_size: int = option(1, "expert-parallel ranks, which shard the experts")
     num_layers_per_virtual_pipeline_stage: Count | None = option(
-        None, "layers per model chunk (schedules interleaved, zb-interleaved; zb-v has 2 chunks per rank)"
+        None,
+        "layers per model chunk, for the schedules interleaved and zb-interleaved; zb-v always has 2 chunks per rank",
     )
     num_virtual_stages_per_pipeline_rank: Count | None = option(
-        None, "model chunks per pipeline rank (schedules interleaved, zb-interleaved; zb-v has 2)"
+        None, "model chunks per pipeline rank, for the schedules interleaved and zb-interleaved; zb-v always has 2"
     )
     pipeline_schedule: str | None = option(
         None,
-        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, weight gradients fill the bubble), zb-v (two "
-        "chunks per rank in a V: the smallest bubble in the memory of 1f1b), or a script's own; default: 1f1b, or "
-        "interleaved with several chunks per rank",
+        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, with weight gradients in the bubble), zb-v "
+        "(two chunks per rank, in a V: the smallest bubble with the memory of 1f1b), or the name of a schedule that "
+        "the script registers; default: 1f1b, or interleaved with several chunks per rank",
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers on the first pipeline rank; default: an equal share"
@@ -55,13 +59,13 @@ class ParallelConfig(FlagConfig):
     )
     pipeline_model_parallel_split_rank: Count | None = option(
         None,
-        "pretrain_t5.py: pipeline rank where the decoder begins; the ranks before it share the encoder. Default: all "
-        "share all layers evenly",
+        "pretrain_t5.py: first pipeline rank of the decoder; the ranks before it have the encoder. Default: the "
+        "layers of both are shared evenly by all ranks",
     )
     account_for_embedding_in_pipeline_split: bool = option(False, "count the embedding as a layer of the first stage")
     account_for_loss_in_pipeline_split: bool = option(False, "count output layer and loss as a layer of the last stage")
     scatter_gather_tensors_in_pipeline: bool = option(
-        True, "send the full boundary tensor from each tensor-parallel rank instead of a shard"
+        True, "between stages, send the full activations from each tensor-parallel rank instead of one shard per rank"
     )
     use_tp_pp_dp_mapping: bool = option(
         False, "rank order tp-cp-ep-pp-dp: pipeline neighbours are adjacent to tensor-parallel ranks"
@@ -81,11 +85,14 @@ class ParallelConfig(FlagConfig):
         uneven = [flag_of(name) for name in _UNEVEN_STAGES if getattr(self, name)]
         if split is not None and uneven:
             yield (
-                f"--pipeline-model-parallel-split-rank {split} shares each stack evenly among its ranks, and "
-                f"{' and '.join(uneven)} would share otherwise; leave out one or the other"
+                f"--pipeline-model-parallel-split-rank {split} divides encoder and decoder each evenly among its "
+                f"ranks, which contradicts {' and '.join(uneven)}; leave out one or the other"
             )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
-            yield "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
+            yield (
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude each "
+                "other; give only one of them"
+            )
 
     @property
     def ranks_per_sample(self) -> int:

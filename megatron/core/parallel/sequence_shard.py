@@ -60,8 +60,8 @@ class SequenceShard:
         if length % parts or length // self.cp.size % self.sp.size:
             divided = f" and {length // self.cp.size} of {self.sp.size}" if self.sp.size > 1 else ""
             raise ConfigError(
-                f"a sequence of {length} tokens: it must be a multiple of {parts}, 2 chunks for each of {self.cp.size} "
-                f"context-parallel ranks{divided}; change --seq-length or --context-parallel-size"
+                f"a sequence has {length} tokens; it must have a multiple of {parts}, 2 chunks for each of "
+                f"{self.cp.size} context-parallel ranks{divided}; change --seq-length or --context-parallel-size"
             )
         return length // self.cp.size // self.sp.size
 

@@ -307,7 +307,7 @@ class LivenessClient:
         if "welcome" not in greeting:
             if "refused" in greeting:
                 raise RefusedError(greeting["refused"])
-            raise UnreachableError(f"port {server['port']} of rank 0 does not answer")
+            raise UnreachableError(f"rank 0 does not answer at port {server['port']}")
         self._socket.settimeout(None)
 
         # read further messages in a thread

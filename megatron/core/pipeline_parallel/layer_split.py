@@ -37,8 +37,8 @@ def split_layers(
         counts = _count_evenly(num_layers, num_stages, embedding_as_layer, loss_as_layer)
     elif embedding_as_layer or loss_as_layer:
         raise ValueError(
-            f"pipeline: {_end_flags(first, last)} and {_accounting_flags(embedding_as_layer, loss_as_layer)} exclude each "
-            "other; omit one"
+            f"pipeline: {_end_flags(first, last)} and {_accounting_flags(embedding_as_layer, loss_as_layer)} exclude "
+            "each other; leave one of them out"
         )
     else:
         by_rank = _count_around_ends(num_layers, stages, first, last)
@@ -59,13 +59,13 @@ def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -
     num_stages = stages.last + 1
     if stages.chunks > 1:
         raise ValueError(
-            f"pipeline: {flag} is about one stage per rank, and this schedule has {stages.chunks}; leave it out: all stages then "
-            "share all layers evenly"
+            f"pipeline: {flag} needs one stage per rank, but this schedule has {stages.chunks}; leave it out: then "
+            "all stages share all layers evenly"
         )
     if not 0 < split < num_stages:
         raise ValueError(
-            f"pipeline: {flag} leaves no rank to the encoder or to the decoder; with --pipeline-model-parallel-size {num_stages} "
-            f"give 1 to {num_stages - 1}, or leave it out"
+            f"pipeline: {flag} leaves no rank for the encoder or for the decoder; with "
+            f"--pipeline-model-parallel-size {num_stages} give 1 to {num_stages - 1}, or leave it out"
         )
     problems = []
     for stack, layers, ranks in (("encoder", encoder, split), ("decoder", decoder, num_stages - split)):
@@ -111,9 +111,12 @@ def _count_around_ends(num_layers: int, stages: StageMap, first: int | None, las
     v = stages.chunks
     num_ranks = len(set(stages.ranks))
     if num_ranks < 2:
-        raise ValueError(f"pipeline: {flags} needs at least 2 pipeline ranks, not {num_ranks}; omit it")
+        raise ValueError(f"pipeline: {flags} needs at least 2 pipeline ranks, not {num_ranks}; leave it out")
     if None not in (first, last) and stages.rank_of_first == stages.rank_of_last:
-        raise ValueError(f"pipeline: {flags} are of one rank, which has the first and the last stage; omit one")
+        raise ValueError(
+            f"pipeline: {flags} set the layers of one and the same rank, which has the first and the last stage; "
+            "leave one of them out"
+        )
     problems = []
     for flag, count in ((_FIRST, first), (_LAST, last)):
         if count is not None and (count < 1 or count % v):

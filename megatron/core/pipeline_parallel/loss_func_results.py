@@ -27,17 +27,21 @@ def read_step(result: Any, *, is_last: bool) -> tuple[Any, Any]:
     """Return (output, loss_func) from the result of a `forward_step`. TypeError if the result has another form."""
     if not isinstance(result, tuple) or len(result) != 2:
         form = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a lone {type(result).__name__}"
-        raise TypeError(f"forward_step must return (output, loss_func) with loss_func(output) the loss, not {form}")
+        raise TypeError(
+            f"forward_step must return (output, loss_func), where loss_func(output) returns the loss, not {form}"
+        )
     output, loss_func = result
     if is_last and not callable(loss_func):
         raise TypeError(
-            f"forward_step returned (output, {loss_func!r}) on the last stage; the second must be a function "
-            "loss_func(output) -> (loss_sum, num_tokens, report); on other stages it may be None"
+            f"forward_step returned (output, {loss_func!r}) on the last stage; there it must return a function "
+            "loss_func(output) -> (loss_sum, num_tokens, report), and only on other stages may return None instead"
         )
     outputs = output if isinstance(output, tuple) else (output,)
     if not is_last and not all(isinstance(x, Tensor) for x in outputs):
         kinds = ", ".join(type(x).__name__ for x in outputs)
-        raise TypeError(f"forward_step returned {kinds}; before the last stage a model must return its hidden states")
+        raise TypeError(
+            f"forward_step returned {kinds}; on all stages but the last, the model must return its hidden states"
+        )
     return output, loss_func
 
 
@@ -74,7 +78,7 @@ def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
     device = objective.device
     tokens = _numbers("num_tokens, beside the loss,", num_tokens, device)  # [1]
     if tokens.numel() != 1:
-        raise TypeError(f"num_tokens, beside the loss, must be one number, not {tokens.numel()}")
+        raise TypeError(f"num_tokens, which is returned with the loss, must be one number, not {tokens.numel()}")
 
     # the report
     report = {name: _as_pair(entry, device) for name, entry in result[-1].items()}
@@ -98,7 +102,7 @@ def _as_pair(entry: Any, device: torch.device) -> Tensor:
     numbers = _numbers("a report entry", entry, device)
     if numbers.numel() not in (1, 2):
         raise TypeError(
-            f"a report entry is a number or a pair (sum, count), not a tensor of {numbers.numel()} elements"
+            f"a report entry must be a number or a pair (sum, count), not a tensor of {numbers.numel()} elements"
         )
     return numbers if numbers.numel() == 2 else torch.cat((numbers, torch.ones_like(numbers)))
 

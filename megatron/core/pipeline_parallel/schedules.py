@@ -183,7 +183,9 @@ class Pipeline:
         name = self.schedule_name
         schedule = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
         if stages_in(schedule) != self.stages:
-            raise ValueError(f"{name}: {m} microbatches move its stages to other ranks; fix SCHEDULES[{name!r}]")
+            raise ValueError(
+                f"{name}: with {m} microbatches the schedule places its stages on other ranks; fix SCHEDULES[{name!r}]"
+            )
         return schedule
 
     @memory_kind("other")

@@ -85,7 +85,8 @@ class Transport:
         sent = tuple(TensorSpec(tuple(x.shape), x.dtype) for x in tensors)
         if sent != self.boundary:
             raise ValueError(
-                f"a stage sends {sent}, but the boundary is {self.boundary}{_length_hint(sent, self.boundary)}"
+                f"a stage sends {sent}, but the expected activations between stages are "
+                f"{self.boundary}{_length_hint(sent, self.boundary)}"
             )
         set_memory_kind("communication", tensors)
         copies_over = self._copies_over

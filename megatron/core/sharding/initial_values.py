@@ -77,9 +77,9 @@ def _call_init(init: Callable[[Tensor], Any], shape: tuple[int, ...], seed: int,
         values = returned.detach().cpu()
     if bool(values.isnan().any()):
         raise ValueError(
-            f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} elements "
-            f"of a tensor of shape {shape} unset; it must set them all in place, like torch.nn.init.xavier_normal_, or return "
-            "a tensor of that shape"
+            f"init_method {getattr(init, '__name__', init)!r} leaves {int(values.isnan().sum())} of {values.numel()} "
+            f"elements of a tensor of shape {shape} uninitialized; it must set all of them in place, like "
+            "torch.nn.init.xavier_normal_, or return a tensor of that shape"
         )
     return values
 

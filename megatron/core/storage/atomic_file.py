@@ -35,7 +35,7 @@ class UnpublishedFile:
 
     def __enter__(self) -> "UnpublishedFile":
         if is_special(self.path):
-            raise OSError(errno.EINVAL, "It is no regular file, which another could replace", str(self.path))
+            raise OSError(errno.EINVAL, "It is not a regular file, so it cannot be replaced", str(self.path))
         while True:
             self.temporary = f"{self.path}.{_host()}-{os.getpid()}-{os.urandom(4).hex()}.tmp"
             self.file = open(self.temporary, "x+b")

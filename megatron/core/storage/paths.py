@@ -73,7 +73,7 @@ def path_of(text: str | Path) -> Path:
     if isinstance(text, PurePosixPath):
         return text
     if not text:
-        raise ConfigError("the name of a folder is empty; give one, or . for the current folder")
+        raise ConfigError("the name of the folder is empty; give a name, or . for the current folder")
     if not is_url(text):
         if _URL.match(text):  # file://
             text = _URL.sub("", text, count=1)
@@ -94,7 +94,10 @@ def _url_problem(url: str) -> str | None:
 
         get_filesystem_class(scheme)
     except ValueError:
-        return f"{url}: {scheme} is no object store that fsspec knows; give a folder, or for example s3://BUCKET/FOLDER"
+        return (
+            f"{url}: {scheme} is not an object store that fsspec knows; give a folder, or for example "
+            "s3://BUCKET/FOLDER"
+        )
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         needs = f"pip install -c constraints.txt -e '.[{extra}]'" if extra else f"the package of this store ({error})"

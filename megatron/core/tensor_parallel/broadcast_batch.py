@@ -47,7 +47,7 @@ def broadcast_batch(
     if axis.is_first:
         wrong_shapes = {key: tuple(data[key].shape) for key in keys if tuple(data[key].shape) != tuple(shape)}
         if wrong_shapes:
-            raise ValueError(f"the batch holds {wrong_shapes}, but the settings say {tuple(shape)}")
+            raise ValueError(f"the batch has the shapes {wrong_shapes}, but the settings give {tuple(shape)}")
         tensors = [data[key].to(dtype) for key in keys]
         if any(x.device.type != "cpu" for x in tensors):  # a loader may have copied some to the device already
             tensors = [to_device(x, device) for x in tensors]
@@ -75,7 +75,7 @@ def broadcast_tensors(
     if axis.is_first:
         wrong_dtypes = {key: data[key].dtype for key in keys if data[key].dtype != dtype}
         if wrong_dtypes:
-            raise TypeError(f"the batch has {wrong_dtypes}, not {dtype}; convert it")
+            raise TypeError(f"the batch has the dtypes {wrong_dtypes} instead of {dtype}; convert it")
         for row, key in zip(padded_shapes, keys):
             row[: data[key].dim()] = torch.tensor(data[key].shape)
     if axis.size > 1:

@@ -116,7 +116,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         of z-loss. No communication: each rank has the gradient of its own columns.
         """
         if ctx.options is None:
-            raise RuntimeError("the first backward has overwritten the scores with their gradient; there is no second")
+            raise RuntimeError(
+                "a second backward is not possible: the first has overwritten the logits with their gradient"
+            )
         logits, log_sum, local_target, is_elsewhere, by_log_sum = ctx.saved_tensors
         options = ctx.options
         if options.overwrite:
@@ -208,7 +210,7 @@ def _losses(
         differ_in_length_alone = logits.shape[1:-1] == target.shape[1:]
         hint = sequence_parallel_hint(len(logits), len(target)) if differ_in_length_alone else ""
         raise ValueError(
-            f"cross entropy: scores of {tuple(logits.shape[:-1])} tokens, but targets of {tuple(target.shape)}{hint}"
+            f"cross entropy: logits for {tuple(logits.shape[:-1])} tokens, but targets for {tuple(target.shape)}{hint}"
         )
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     # Negative labels, such as -1, mark positions without loss.

@@ -58,8 +58,9 @@ def _check_arguments(layer: str, init_method: Any, stride: int, others: dict[str
     init_method = init_method or xavier_normal_
     if not isinstance(init_method, Normal | Constant) and not callable(init_method):
         raise TypeError(
-            f"{layer}: init_method must be init_method_normal(std), scaled_init_method_normal(std, layers) or a function of "
-            f"the whole tensor, such as torch.nn.init.xavier_normal_, not {type(init_method).__name__}"
+            f"{layer}: init_method must be init_method_normal(std), scaled_init_method_normal(std, layers) or a "
+            "function of the unsharded tensor, such as torch.nn.init.xavier_normal_, not "
+            f"{type(init_method).__name__}"
         )
     return init_method
 

@@ -52,7 +52,9 @@ class RngTracker:
     def add(self, name: str, seed: int) -> None:
         """Add a state with its own seed. ValueError if the name or the seed is in use."""
         if name in self.states or seed in self.seeds:
-            raise ValueError(f"the random state {name!r} or the seed {seed} is in use; choose others or reset()")
+            raise ValueError(
+                f"the random state {name!r} or the seed {seed} is already in use; give others, or call reset()"
+            )
         self.seeds.add(seed)
         with self._preserving_generator():
             self.generator.manual_seed(seed)

@@ -38,6 +38,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, what: str, *, least: int | Non
     if is_too_large or is_too_small:
         wrong = largest if is_too_large else smallest
         raise ConfigError(
-            f"{what} hold the id {wrong}, but the model's vocabulary has {vocab_size} words (0 to {vocab_size - 1}): the data or "
-            "prompts come from another tokenizer; give that one (--tokenizer-type and its file), or tokenize again"
+            f"{what} contain the id {wrong}, but the model's vocabulary has only {vocab_size} tokens (0 to "
+            f"{vocab_size - 1}): the data or prompts come from another tokenizer; give that one (--tokenizer-type "
+            "and its file), or tokenize again"
         )

@@ -123,7 +123,8 @@ class FastTokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
-                f"{self.path}: the tokenizer panics ({error}); a regular expression may run away"
+                f"{self.path}: the tokenizer panicked ({error}); perhaps a regular expression takes too much time or "
+                "memory"
             ) from None
 
 
@@ -214,13 +215,15 @@ def gpt2_bpe_tokenizer(config: Any) -> FastTokenizer:
     try:
         model = library.models.BPE.from_file(config.vocab_file, config.merge_file)
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{config.vocab_file} and {config.merge_file} make no BPE: {error}") from None
+        raise ValueError(f"{config.vocab_file} and {config.merge_file} do not form a BPE vocabulary: {error}") from None
     tokenizer = library.Tokenizer(model)
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     eod = tokenizer.token_to_id(_GPT2_END)
     if eod is None:
-        raise ValueError(f"{config.vocab_file} has no {_GPT2_END}, which ends documents; is it GPT-2's vocab.json?")
+        raise ValueError(
+            f"{config.vocab_file} has no {_GPT2_END}, which must end each document; is it GPT-2's vocab.json?"
+        )
     return FastTokenizer("GPT2BPETokenizer", config.vocab_file, tokenizer, eod, word_pattern=GPT2_PATTERN)
 
 
@@ -245,8 +248,9 @@ def tik_tokenizer(config: Any) -> FastTokenizer:
     tokens = _ranked_tokens(config.tokenizer_model, max_ids - count)
     if config.vocab_size is not None and len(tokens) + count != config.vocab_size:
         raise ValueError(
-            f"{config.tokenizer_model} has {len(tokens)} tokens, with {count} special ones {len(tokens) + count}: fewer "
-            f"than --vocab-size ({config.vocab_size}); lower it, or leave it out"
+            f"{config.tokenizer_model} has {len(tokens)} tokens, and {count} with special ones "
+            f"{len(tokens) + count}; that is fewer than --vocab-size ({config.vocab_size}); lower --vocab-size, or "
+            "leave it out"
         )
 
     # the library's BPE works on letters, one for each byte
@@ -287,7 +291,7 @@ def _ranked_tokens(path: str, max_count: int) -> list[bytes]:
     except (ValueError, TypeError, KeyError) as error:  # binascii.Error is a ValueError
         raise ValueError(f"{path} is not {kind}: {error!r}") from None
     if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
-        raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens the 256 bytes")
+        raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens must be the 256 bytes")
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{path} has a token twice")
     return tokens[:max_count]

@@ -99,7 +99,7 @@ class Token:
             return cls(value)
         if not isinstance(value, dict) or not isinstance(value.get("content"), str):
             raise ValueError(
-                f"{source} is {value!r:.80}, neither a string nor an object with a content; correct the file"
+                f"{source} is {value!r:.80}; it must be a string, or an object with a content; correct the file"
             )
         flags = {name: bool(value.get(name, False)) for name in _FLAGS}
         flags["normalized"] = bool(value.get("normalized", not flags["special"]))
@@ -140,7 +140,7 @@ class TokenizerFiles:
         if decoder is not None:
             if not isinstance(decoder, dict) or not all(key.isdecimal() for key in decoder):
                 raise ValueError(
-                    f"{self.folder}/{name} is {decoder!r:.80}, not an object of ids and tokens; correct the file"
+                    f"{self.folder}/{name} is {decoder!r:.80}; it must be an object of ids and tokens; correct the file"
                 )
             for i, token in decoder.items():
                 self.by_id[int(i)] = Token.from_json(token, f"{self.folder}/{name}/{i}")
@@ -158,7 +158,8 @@ class TokenizerFiles:
         for token, i in read_json_object(self.folder, "added_tokens.json").items():
             if type(i) is not int:
                 raise ValueError(
-                    f"{self.folder}/added_tokens.json gives {token!r:.40} the id {i!r:.40}; correct the file"
+                    f"{self.folder}/added_tokens.json gives {token!r:.40} the id {i!r:.40}, which is not valid; "
+                    "correct the file"
                 )
             is_special = token in specials
             self.by_id[i] = Token(token, normalized=not is_special, special=is_special)
@@ -201,7 +202,7 @@ class TokenizerFiles:
                 value = content.get(key) or []
                 if not isinstance(value, dict | list):
                     raise ValueError(
-                        f"{self.folder}: {key} of its tokenizer is {value!r:.80}, not a list; correct the file"
+                        f"{self.folder}: {key} of its tokenizer is {value!r:.80}; it must be a list; correct the file"
                     )
                 if isinstance(value, dict):  # tokens with names, see `extra_named_tokens`
                     continue

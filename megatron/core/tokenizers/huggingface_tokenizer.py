@@ -49,7 +49,7 @@ def huggingface_tokenizer(config: Any) -> FastTokenizer:
     if not os.path.exists(path):
         raise FileNotFoundError(
             f"--tokenizer-model {path}: there is no such file or folder; give a tokenizer.json or its folder on this "
-            "machine: names of the Hugging Face Hub are not fetched"
+            "machine (nothing is downloaded from the Hugging Face Hub)"
         )
     if os.path.isdir(path):
         path = os.path.join(path, "tokenizer.json")
@@ -57,7 +57,7 @@ def huggingface_tokenizer(config: Any) -> FastTokenizer:
     try:
         tokenizer = library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
     tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
     tokenizer.no_padding()
 

@@ -166,7 +166,7 @@ def _load(config: Any) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=config.tokenizer_model)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"{config.tokenizer_model} is no sentencepiece model: {error}") from None
+        raise ValueError(f"{config.tokenizer_model} is not a sentencepiece model: {error}") from None
 
 
 def sentence_piece_tokenizer(config: Any) -> SpecialPieceTokenizer:
@@ -201,4 +201,6 @@ def llama2_tokenizer(config: Any) -> PieceTokenizer:
 
 def _check_has_end(tokenizer: PieceTokenizer, config: Any) -> None:
     if tokenizer.eod < 0:
-        raise ValueError(f"{config.tokenizer_model} has no end-of-text piece, which ends documents; train it with one")
+        raise ValueError(
+            f"{config.tokenizer_model} has no end-of-text piece, which must end each document; train it with one"
+        )

@@ -26,9 +26,9 @@ class TokenizerConfig(FlagConfig):
 
     tokenizer_type: str | None = option(
         None,
-        "tokenizer, and the files it reads: BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; "
+        "tokenizer; the files each needs: BertWordPiece...: vocab.txt; GPT2BPETokenizer: vocab.json and merges.txt; "
         "SentencePiece and Llama2: tokenizer.model; HuggingFaceTokenizer: tokenizer.json; TikTokenizer: a JSON list; "
-        "NullTokenizer: none, its texts are ids",
+        "NullTokenizer: none, its texts are token ids",
         names=TOKENIZERS,
     )
     vocab_file: str | None = option(
@@ -43,21 +43,23 @@ class TokenizerConfig(FlagConfig):
     )
     tokenizer_transformers_version: Literal["4", "5"] | None = option(
         None,
-        "version of transformers whose ids HuggingFaceTokenizer gives, for a folder that 4.57 and 5 read differently; "
-        "unset: such a folder is refused",
+        "version of transformers whose ids HuggingFaceTokenizer gives; needed for a folder that versions 4.57 and 5 "
+        "read differently",
     )
     vocab_size: Count | None = option(
         None,
-        "ids of NullTokenizer (end-of-document is added) or TikTokenizer (special tokens included), or of a model without "
-        "tokenizer",
+        "vocabulary size of NullTokenizer (without the end-of-document id, which is added), of TikTokenizer (with "
+        "its special tokens), or of a model without tokenizer",
     )
     model_vocab_size: Count | None = option(
-        None, "rows of the model's embedding, where they differ from the tokenizer's ids, as in many published models"
+        None, "rows of the model's embedding, if their number differs from the tokenizer's, as in many published models"
     )
-    vocab_extra_ids: int = option(0, f"sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
-    null_tokenizer_eod_id: int | None = option(None, "end-of-document id of NullTokenizer; default: --vocab-size")
+    vocab_extra_ids: int = option(0, f"number of sentinel tokens <extra_id_0>, ... to add to {', '.join(EXTRA_IDS)}")
+    null_tokenizer_eod_id: int | None = option(
+        None, "end-of-document id of NullTokenizer; default: the value of --vocab-size"
+    )
     tiktoken_pattern: Literal["v2", "v1"] = option("v2", "word pattern of TikTokenizer")
-    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer, which take the first ids")
+    tiktoken_num_special_tokens: int = option(1000, "number of special tokens of TikTokenizer; they have the first ids")
     tiktoken_special_tokens: list[str] | None = option(
         None, "names of the first special tokens of TikTokenizer; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
@@ -76,7 +78,7 @@ class TokenizerConfig(FlagConfig):
         vocab_size = self.vocab_size or 0
         eod = self.null_tokenizer_eod_id
         if vocab_size >= 0 and eod is not None and not 0 <= eod <= vocab_size:
-            yield f"--null-tokenizer-eod-id ({eod}) must lie between 0 and --vocab-size ({self.vocab_size})"
+            yield f"--null-tokenizer-eod-id ({eod}) must be between 0 and --vocab-size ({self.vocab_size})"
         if self.vocab_extra_ids < 0:
             yield f"--vocab-extra-ids ({self.vocab_extra_ids}) must not be negative"
         elif self.vocab_extra_ids and kind and "vocab_extra_ids" not in kind.reads:
@@ -91,14 +93,14 @@ class TokenizerConfig(FlagConfig):
         names = self.tiktoken_special_tokens or []
         has_repeated = len(set(names)) < len(names)
         if has_repeated or (names and not {"<unk>", "<s>", "</s>"} <= set(names)):
-            yield "--tiktoken-special-tokens must be different names, with <unk>, <s> and </s> among them"
+            yield "--tiktoken-special-tokens must be different names, and must include <unk>, <s> and </s>"
         count = self.tiktoken_num_special_tokens
         needed = max(len(names), 3)
         is_below_vocab_size = not self.vocab_size or count < self.vocab_size
         if count < needed or not is_below_vocab_size:
             yield (
-                f"--tiktoken-num-special-tokens ({count}) must have room for the special tokens "
-                f"({needed} at least) and lie below --vocab-size ({self.vocab_size})"
+                f"--tiktoken-num-special-tokens ({count}) must have room for the special tokens, at least {needed}, "
+                f"and must be below --vocab-size ({self.vocab_size})"
             )
 
     @property
@@ -120,5 +122,5 @@ class TokenizerConfig(FlagConfig):
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `config` names. Raises as its `TokenizerType.build` does."""
     if config.type is None:
-        raise ValueError(f"no tokenizer; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
+        raise ValueError(f"no tokenizer was given; set --tokenizer-type to one of {', '.join(TOKENIZERS)}")
     return config.type.build(config)

@@ -64,9 +64,11 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise ValueError(f"NullTokenizer reads whole numbers separated by spaces: {error}") from None
+            raise ValueError(f"NullTokenizer reads only numbers separated by spaces: {error}") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(f"ids from {min(ids)} to {max(ids)} are not all between 0 and {self.vocab_size - 1}")
+            raise ValueError(
+                f"token ids from {min(ids)} to {max(ids)}: all must be between 0 and {self.vocab_size - 1}"
+            )
         return ids
 
     def detokenize(self, ids: list[int]) -> str:

@@ -26,7 +26,7 @@ def in_tokenizer_json(content: Any) -> dict[str, int]:
     tokens = checked(vocab)
     added = content.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
-        raise ValueError("its added_tokens are no list of objects")
+        raise ValueError("its added_tokens must be a list of objects")
     return tokens | checked({entry.get("content"): entry.get("id") for entry in added}, empty=True)
 
 

@@ -30,50 +30,64 @@ class BlockConfig(PositionConfig):
     activation: Literal["gelu-tanh", "gelu", "quick-gelu", "relu", "squared-relu", "silu"] = option(
         "gelu-tanh", "activation of the MLP; gelu: exact, with erf; quick-gelu: x sigmoid(1.702 x)"
     )
-    gated: bool = option(False, "gated MLP, with three matrices: W2 (activation(Wg x) * (Wu x)); GeGLU with gelu-tanh")
-    activation_func_clamp_value: Positive | None = option(
-        None, "gated MLP: clamp Wg x to at most this, and Wu x to +- this"
+    gated: bool = option(
+        False,
+        "gated MLP with three matrices: W2 (activation(Wg x) * (Wu x)); with --activation gelu-tanh this is GeGLU",
     )
-    glu_linear_offset: float = option(0.0, "gated MLP: add this to Wu x")
-    apply_layernorm_1p: bool = option(False, "norms multiply by 1 + weight, and weights start at 0")
+    activation_func_clamp_value: Positive | None = option(
+        None,
+        "in a gated MLP: clamp the gate Wg x to at most this value, and the linear part Wu x to between "
+        "minus and plus this value",
+    )
+    glu_linear_offset: float = option(0.0, "in a gated MLP: add this to the linear part Wu x")
+    apply_layernorm_1p: bool = option(False, "norms multiply by 1 + weight, where the weight is initialized to 0")
     norm_bias: bool = option(True, "LayerNorm without a bias")
     norm_placement: str = option(
         "pre",
-        "pre: x + A(N x), then x + M(N x); branch: x + N(A x); sandwich: x + N(A(N x)); post: N(x + A x), as "
-        "BERT; parallel: "
-        "x + A(N1 x) + M(N2 x); parallel-one-norm: x + A y + M y with y = N x",
+        "where the norms N are, around attention A and MLP M: pre: x + A(N x), then x + M(N x); branch: x + N(A x); "
+        "sandwich: x + N(A(N x)); post: N(x + A x), as BERT; parallel: x + A(N1 x) + M(N2 x); parallel-one-norm: x + "
+        "A y + M y with y = N x",
         names=NORM_PLACEMENTS,
     )
     apply_residual_connection_post_layernorm: bool = option(
-        False, "--norm-placement pre: add a block's result to the norm's output instead of its input"
+        False,
+        "with --norm-placement pre: add a block's result to the output of its norm instead of to the input of its norm",
     )
     add_attention_output_bias: bool = option(False, "bias in attention's output layer, even with --disable-bias-linear")
     add_mlp_bias: bool = option(False, "biases in the MLP, even with --disable-bias-linear")
     add_output_bias: bool = option(False, "bias of the logits, one for each token of the vocabulary")
-    embedding_multiplier: Positive = option(1.0, "multiply token embeddings by this, rounded to their dtype")
+    embedding_multiplier: Positive = option(
+        1.0, "multiply token embeddings by this number, which is first rounded to their dtype"
+    )
     residual_multiplier: Positive = option(
-        1.0, "multiply the result of each block by this before it is added to the residual"
+        1.0, "multiply the result of each attention and MLP block by this before adding it to the residual stream"
     )
     logit_multiplier: Positive = option(1.0, "multiply the logits by this")
-    final_logit_softcapping: Positive | None = option(None, "soft cap c of the logits: c tanh(logit / c)")
+    final_logit_softcapping: Positive | None = option(None, "soft-cap c of the logits: c tanh(logit / c)")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.swiglu and (self.gated or self.activation != "gelu-tanh"):
-            yield f"--swiglu is --gated --activation silu, and --activation is {self.activation}; leave one of them out"
+            yield (
+                f"--swiglu means --gated --activation silu, but --activation is {self.activation}; leave one of "
+                "them out"
+            )
         gate_options = {
             "--activation-func-clamp-value": self.activation_func_clamp_value is not None,
             "--glu-linear-offset": self.glu_linear_offset != 0,
         }
         for flag, is_set in gate_options.items():
             if is_set and not self.is_gated:
-                yield f"{flag} is about a gated MLP; give --gated or --swiglu too, or leave it out"
+                yield f"{flag} needs a gated MLP; give --gated or --swiglu too, or leave it out"
         if not self.norm_bias and self.normalization != "LayerNorm":
-            yield f"--no-norm-bias: {self.normalization} has no bias; give --normalization LayerNorm, or leave it out"
+            yield (
+                f"--no-norm-bias: {self.normalization} has no bias; give --normalization LayerNorm, or leave out "
+                "--no-norm-bias"
+            )
         if self.apply_residual_connection_post_layernorm and self.norm_placement != "pre":
             yield (
-                "--apply-residual-connection-post-layernorm is about --norm-placement pre, and that is "
-                f"{self.norm_placement}; leave one of them out"
+                f"--apply-residual-connection-post-layernorm needs --norm-placement pre, not {self.norm_placement}; "
+                "leave one of them out"
             )
 
     @property

@@ -203,9 +203,9 @@ def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[
     heads_per_group = n // groups
     if tp.kv is None or tp.kv.size != neighbours:
         raise ValueError(
-            f"{groups} query group(s) on {tp.axis.size} tensor-parallel ranks: {neighbours} ranks share each key/value head, but "
-            f"the mesh joins {tp.kv.size if tp.kv else 1}; give initialize_model_parallel(ranks_per_kv_head={neighbours}), "
-            'and TensorParallel(kv=mesh["kv"])'
+            f"{groups} query group(s) on {tp.axis.size} tensor-parallel ranks: {neighbours} ranks share each "
+            f"key/value head, but the mesh groups {tp.kv.size if tp.kv else 1}; give "
+            f'initialize_model_parallel(ranks_per_kv_head={neighbours}), and TensorParallel(kv=mesh["kv"])'
         )
     # all in heads
     group_start = tp.axis.rank // neighbours * (heads_per_group + 2)
@@ -350,7 +350,10 @@ class CrossAttention(ParallelCrossAttention):
         attn_mask_type: Any = AttnMaskType.padding,
     ):
         if [get_module(part) for part in vars(submodules).values()] != CROSS_ATTENTION_PARTS:
-            raise NotImplementedError("CrossAttention: parts of a script's own are not built; leave those of ours")
+            raise NotImplementedError(
+                "CrossAttention: submodules of a script's own are not built; give CrossAttentionSubmodules with "
+                "its default parts"
+            )
         model_config = settings_of(config)
         super().__init__(model_config, layer_number - 1, context_of(model_config, config))
         self.config = config

@@ -14,25 +14,26 @@ class AttentionConfig(BlockConfig):
 
     qk_norm_over: Literal["head", "each-head", "width"] = option(
         "head",
-        "what --qk-layernorm normalizes: head: each head, one weight for all; each-head: each head, a weight for each; "
-        "width: all heads together",
+        "what --qk-layernorm normalizes: head: each head, with one weight for all heads; each-head: each head, with "
+        "a weight of its own; width: all heads together",
     )
     softmax_scale: Positive | None = option(None, "multiply attention scores by this; default: 1 / sqrt(head size)")
     scale_attn_by_inverse_layer_idx: bool = option(
-        False, "divide the attention scores of layer i, counted from 1, by i"
+        False, "divide the attention scores of layer i by i; layers are counted from 1"
     )
-    attn_logit_softcapping: Positive | None = option(None, "soft cap c of attention scores: c tanh(score / c)")
+    attn_logit_softcapping: Positive | None = option(None, "soft-cap c of the attention scores: c tanh(score / c)")
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
         "vanilla",
-        "attention sink, added to the softmax's denominator: off-by-one: 1; learnable: exp of a parameter of each head",
+        "term added to the softmax's denominator (attention sink): vanilla: none; off-by-one: 1; learnable: exp of a "
+        "parameter of each head",
     )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.qk_norm_over != "head" and not self.qk_layernorm:
-            yield f"--qk-norm-over {self.qk_norm_over} needs --qk-layernorm; give that too, or leave it out"
+            yield f"--qk-norm-over {self.qk_norm_over} needs --qk-layernorm; give both, or leave out --qk-norm-over"
         if self.qk_norm_over == "width" and self.normalization != "RMSNorm":
-            yield f"--qk-norm-over width is built for --normalization RMSNorm, which is {self.normalization}; change one"
+            yield f"--qk-norm-over width needs --normalization RMSNorm, not {self.normalization}; change one"
 
     def query_factor(self, layer: int) -> float:
         """Return the factor of a layer's queries; kernels divide scores by the square root of a head's width after it.

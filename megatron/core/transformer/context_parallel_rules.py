@@ -16,13 +16,13 @@ def context_parallel_problems(
 
     # --cp-comm-type
     if unknown := sorted({*types} - {*METHODS}):
-        yield f"--cp-comm-type {' '.join(unknown)} is none of {', '.join(METHODS)}; change it"
+        yield f"--cp-comm-type is {' '.join(unknown)}; it must be one of {', '.join(METHODS)}"
         return
     if len(types) not in (1, model.all_layers):
         layers = "--num-layers" if model.decoder_num_layers is None else "--num-layers + --decoder-num-layers"
         yield (
-            f"--cp-comm-type has {len(types)} entries and {layers} is {model.all_layers}; give one for all layers, or one for "
-            "each"
+            f"--cp-comm-type has {len(types)} entries, but {layers} is {model.all_layers}; give one entry for all "
+            "layers, or one for each layer"
         )
     if ranks == 1:
         return
@@ -34,27 +34,29 @@ def context_parallel_problems(
             continue
         if length % (2 * ranks):
             yield (
-                f"{flag} ({length}) must be a multiple of {2 * ranks}, 2 chunks for each of the --context-parallel-size "
-                f"({ranks}) ranks; change one"
+                f"{flag} ({length}) must be a multiple of {2 * ranks}, 2 chunks for each of the "
+                f"--context-parallel-size ({ranks}) ranks; change one of them"
             )
         if parallel.sequence_parallel_on and length // ranks % tensor:
             yield (
-                f"--sequence-parallel divides {length // ranks} tokens of a context-parallel rank by "
-                f"--tensor-model-parallel-size ({tensor}); change {flag} ({length}) or one of the sizes"
+                f"--sequence-parallel divides the {length // ranks} tokens of a context-parallel rank by "
+                f"--tensor-model-parallel-size ({tensor}), which leaves a remainder; change {flag} ({length}) or one "
+                "of the sizes"
             )
 
     # heads that Ulysses deals out
     hierarchical_sizes = parallel.hierarchical_context_parallel_sizes
     if "a2a+p2p" in types and hierarchical_sizes is None:
         yield (
-            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: two numbers whose product is "
-            f"{ranks}, the ranks that exchange heads and the ranks of a ring"
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B: the number of ranks that "
+            f"exchange heads and the number of ranks of a ring, with the product {ranks}"
         )
     heads = model.num_attention_heads // tensor
     head_ranks = {"a2a": ranks, "a2a+p2p": (hierarchical_sizes or [1])[0]}
     for name in sorted(head_ranks.keys() & {*types}):
         if heads % head_ranks[name]:
             yield (
-                f"--cp-comm-type {name} deals {heads} attention heads of a tensor-parallel rank out to {head_ranks[name]} ranks "
-                f"of --context-parallel-size ({ranks}); change a size, or use p2p or all_gather"
+                f"--cp-comm-type {name} distributes the {heads} attention heads of a tensor-parallel rank over "
+                f"{head_ranks[name]} ranks of --context-parallel-size ({ranks}), which must divide their number; "
+                "change a size, or use p2p or all_gather"
             )

@@ -33,7 +33,10 @@ class ParallelCrossAttention(nn.Module):
         n = config.num_attention_heads
         d = config.head_width
         if config.query_groups != n:
-            raise ValueError(f"attention to another sequence: {config.query_groups} groups of {n} heads are not built")
+            raise ValueError(
+                f"cross-attention: {config.query_groups} query groups for {n} heads are not built; give as many "
+                "groups as heads"
+            )
         self.head_width = d
         self.heads = size_per_rank("--num-attention-heads", n, context.tp.axis)
         self.layer = layer

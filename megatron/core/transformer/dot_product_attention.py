@@ -122,7 +122,10 @@ class DotProductAttention(CoreAttention):
     ):
         del attn_mask_type, attention_type
         if getattr(config, "window_size", None) is not None:
-            raise ValueError("DotProductAttention has no window; build SelfAttention, which has config.window_size")
+            raise ValueError(
+                "DotProductAttention does not support a sliding window; build SelfAttention, which reads "
+                "config.window_size"
+            )
         options |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
         requested = {name: value for name, value in options.items() if value is not None}
         model_config = settings_of(config, **requested)

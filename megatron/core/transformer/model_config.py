@@ -26,42 +26,50 @@ class RecomputeConfig(FlagConfig):
     """Activations: kept for the backward, where, or computed again."""
 
     recompute_granularity: Literal["full", "selective"] | None = option(
-        None, "activation recomputation in the backward: full: whole layers; selective: --recompute-modules"
+        None, "recompute activations in the backward pass: full: of whole layers; selective: of --recompute-modules"
     )
     recompute_modules: list[str] = option(
         ["core_attn"],
-        "selective: core_attn (attention scores and softmax), mlp, layernorm (outputs of the norms)",
+        "with --recompute-granularity selective, what to recompute: core_attn (attention scores and softmax), mlp, "
+        "layernorm (outputs of the norms)",
         metavar="NAME",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
-        None, "full: uniform: save the input of each group of layers; block: recompute the first layers of each stage"
+        None,
+        "with --recompute-granularity full: uniform: recompute all layers, in groups of which only the "
+        "inputs are saved; block: recompute only the first layers of each stage",
     )
     recompute_num_layers: Count | None = option(
         None,
-        "layers per group (uniform), or recomputed layers per stage (block)",
+        "with --recompute-method uniform: layers per group; with block: layers to recompute per stage",
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
     )
     distribute_saved_activations: bool = option(
-        False, "full: shard the saved inputs of recomputed layers over tensor-parallel ranks"
+        False,
+        "with --recompute-granularity full: shard the saved inputs of recomputed layers over tensor-parallel ranks",
     )
     contiguous_checkpointing: bool = option(
         False,
-        "full: save the inputs of recomputed layers in one preallocated buffer per stage",
+        "with --recompute-granularity full: save the inputs of recomputed layers in one preallocated buffer per stage",
         flags=("--contiguous-checkpointing", "--contigious-checkpointing"),
     )
     tiled_mlp: Count = option(
-        1, "compute the MLP in N tiles of a rank's tokens, recomputed in the backward: 1/N of its activations at a time"
+        1,
+        "compute the MLP in N tiles of a rank's tokens, and recompute each in the backward: only 1/N of its "
+        "activations is in memory at a time",
     )
     tiled_loss: Count = option(
         1,
-        "compute output layer and loss in N tiles of a rank's tokens, recomputed in the backward: 1/N of the logits at a time",
+        "compute output layer and loss in N tiles of a rank's tokens, and recompute each in the backward: only 1/N "
+        "of the logits is in memory at a time",
     )
     cpu_offloading_num_layers: WholeNumber = option(
         0,
-        "offload the saved activations of this many first layers of each stage to host memory, or with --offload-dir to files",
+        "offload the saved activations of the first N layers of each stage, to host memory or with --offload-dir to "
+        "files",
     )
     min_offloaded_tensor_size: WholeNumber = option(
-        2**20, "offload tensors of at least this many elements, in layers that are not recomputed"
+        2**20, "offload only activations of at least this many elements, in layers that are not recomputed"
     )
 
     def problems(self) -> Iterator[str]:
@@ -77,18 +85,27 @@ class RecomputeConfig(FlagConfig):
         }
         for flag, is_set in of_full.items():
             if is_set and not full:
-                yield f"{flag} applies to the inputs that --recompute-granularity full saves"
+                yield f"{flag} needs --recompute-granularity full; give both, or leave it out"
         if self.cpu_offloading_num_layers > 0 and self.recomputes("layernorm"):
-            yield "--recompute-modules layernorm frees what --cpu-offloading-num-layers would move; leave one of them out"
+            yield (
+                "--recompute-modules layernorm recomputes tensors that --cpu-offloading-num-layers would "
+                "offload; leave one of them out"
+            )
         if self.cpu_offloading_num_layers == 0 and self.min_offloaded_tensor_size != 2**20:
-            yield "--min-offloaded-tensor-size is about what --cpu-offloading-num-layers moves, which is 0; give that too"
+            yield (
+                "--min-offloaded-tensor-size selects among the tensors of --cpu-offloading-num-layers layers, "
+                "which is 0; give --cpu-offloading-num-layers too"
+            )
         if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
             yield "--recompute-modules needs --recompute-granularity selective"
         if self.tiled_mlp > 1 and self.recomputes("mlp"):
-            yield f"--tiled-mlp {self.tiled_mlp} computes the MLP again, as --recompute-modules mlp does; leave one of them out"
+            yield (
+                f"--tiled-mlp {self.tiled_mlp} recomputes the MLP, and so does --recompute-modules mlp; leave "
+                "one of them out"
+            )
         for name in self.recompute_modules:
             if name in _NOT_HERE:
-                yield f"--recompute-modules {name}: there is no {_NOT_HERE[name]} to compute again; leave it out"
+                yield f"--recompute-modules {name} recomputes {_NOT_HERE[name]}, which no model here has; leave it out"
             elif name not in _RECOMPUTED:
                 yield f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}"
 
@@ -102,9 +119,11 @@ class LossConfig(FlagConfig):
     """The loss of a token."""
 
     label_smoothing: BelowOne = option(
-        0.0, "label smoothing, in training: probability spread over the other tokens of the vocabulary"
+        0.0, "label smoothing, in training only: probability spread evenly over the other tokens of the vocabulary"
     )
-    z_loss_coeff: NotNegative = option(0.0, "coefficient of the z-loss, in training: squared log-sum-exp of the logits")
+    z_loss_coeff: NotNegative = option(
+        0.0, "coefficient of the z-loss, the squared log-sum-exp of the logits; applies in training only"
+    )
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -119,19 +138,19 @@ class PrecisionConfig(FlagConfig):
     fp16: bool = option(False, "train in float16, with fp32 master weights and loss scaling")
     cpu_half_products: Literal["auto", "measure", "native", "widened"] = option(
         "auto",
-        "matrix products of --bf16 or --fp16 on a CPU: native; widened: in fp32, rounded once; measure: the "
-        "faster per kind; "
-        "auto: the resumed run's choice, else measure",
+        "how a CPU multiplies bf16 or fp16 matrices: native: in that dtype; widened: in fp32, with the result "
+        "rounded once; measure: time both, and use the faster for each kind of product; auto: what the resumed run "
+        "used, else measure",
     )
-    fp64: bool = option(False, "train in float64: slow; for comparing layouts without rounding")
+    fp64: bool = option(False, "train in float64: slow; to compare layouts without rounding errors")
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         dtypes = [f"--{name}" for name in _DTYPES if getattr(self, name)]
         if len(dtypes) > 1:
-            yield f"{' and '.join(dtypes)} exclude each other; give one"
+            yield f"{' and '.join(dtypes)} exclude each other; give only one of them"
         if self.fp32_residual_connection and not (self.bf16 or self.fp16):
-            yield "--fp32-residual-connection needs --bf16 or --fp16; without them the residual is not rounded"
+            yield "--fp32-residual-connection needs --bf16 or --fp16; in fp32 the residual is not rounded anyway"
 
     @property
     def params_dtype(self) -> torch.dtype:
@@ -157,7 +176,10 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, A
             elif self.norm_placement not in ("pre", "sandwich", "parallel"):
                 conflict = f"--norm-placement {self.norm_placement}"
             if conflict is not None:
-                yield f"--recompute-modules layernorm frees no norm's result with {conflict}; leave one of them out"
+                yield (
+                    f"--recompute-modules layernorm saves no memory with {conflict}, where more than one layer "
+                    "reads the output of a norm; leave one of them out"
+                )
 
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:

@@ -62,7 +62,7 @@ class MegatronModule(nn.Module):
         """
         if sharded_offsets:
             raise NotImplementedError(
-                "sharded_offsets: parameters are named by their layer's number here; leave it out"
+                "sharded_offsets is not built: parameters are named by the number of their layer; leave it out"
             )
         return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
 
@@ -78,7 +78,7 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         if not (config.fp16 or config.bf16):
-            raise ValueError("Float16Module: config has neither fp16 nor bf16; set one")
+            raise ValueError("Float16Module: config must have fp16 or bf16 set, and has neither")
         self.module = module.to(self.dtype)
 
     def set_input_tensor(self, input_tensor: Tensor) -> Any:

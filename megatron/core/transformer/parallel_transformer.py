@@ -71,8 +71,9 @@ class ParallelTransformer(HoldsActivations):
         if cache is not None:
             if self.rows.global_length(1) != cache.sharing.size:
                 raise ValueError(
-                    "a cache needs the whole sequence on every rank, or a part for each rank of its `sharing`; "
-                    "build the model without sequence parallelism, and make the cache by its context: model.context.cache(...)"
+                    "a key/value cache needs all tokens of the sequence on every rank, or one part for each rank of "
+                    "its `sharing`; build the model without sequence parallelism, and make the cache by "
+                    "model.context.cache(...)"
                 )
             mask = cache.mask(length)
 
@@ -107,9 +108,9 @@ class ParallelTransformer(HoldsActivations):
         if position_ids is None or position_ids.shape[1] != length:
             shape = "none" if position_ids is None else f"position_ids of shape {tuple(position_ids.shape)}"
             raise ValueError(
-                f"--reset-position-ids restarts rotary angles, for which each pipeline stage needs the position_ids of its "
-                f"{length} tokens, and the model was given {shape}; read the batch on every stage, as forward_step of "
-                "pretrain_gpt.py does"
+                "--reset-position-ids restarts rotary angles, so each pipeline stage needs the position_ids of its "
+                f"{length} tokens, but the model was given {shape}; read the batch on every stage, as forward_step "
+                "of pretrain_gpt.py does"
             )
         return position_ids.t()
 

@@ -91,7 +91,7 @@ def rope_scaling_of(text: str) -> RopeScaling:
     if missing := [key for key in needed if values.get(key) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)} too")
     if unknown := [key for key in values if key not in ("rope_type", *needed, *allowed)]:
-        raise ValueError(f"{kind} has no {', '.join(unknown)}; it has {', '.join((*needed, *allowed))}")
+        raise ValueError(f"{kind} has no parameter {', '.join(unknown)}; it has {', '.join((*needed, *allowed))}")
     for key, value in values.items():
         if key != "rope_type" and not _is_valid(key, value):
             raise ValueError(f"{key} is {value!r}; {_REQUIREMENTS.get(key, 'it must be a positive number')}")
@@ -103,7 +103,9 @@ def rope_scaling_of(text: str) -> RopeScaling:
     if kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise ValueError("low_freq_factor must be less than high_freq_factor")
     if len(scaling.short_factor) != len(scaling.long_factor):
-        raise ValueError("short_factor and long_factor must be of one length, the pairs of features that are rotated")
+        raise ValueError(
+            "short_factor and long_factor must have the same length, the number of rotated pairs of features"
+        )
     return scaling
 
 
@@ -170,34 +172,43 @@ class PositionConfig(ShapeConfig):
     """Positions of tokens."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "relative", "none"] = option(
-        "learned_absolute", "position embedding; relative: T5's bias of attention scores, by buckets of distances"
+        "learned_absolute",
+        "position embedding; relative: T5's bias of the attention scores, one for each bucket of distances",
     )
     relative_attention_num_buckets: Count = option(32, "relative positions: number of buckets of distances")
     relative_attention_max_distance: Count = option(
-        128, "relative positions: distances from this one on share the last bucket"
+        128, "relative positions: all distances from this one on share the last bucket"
     )
     rotary_base: Positive = option(10000.0, "base of the rotary frequencies")
-    rotary_percent: Annotated[float, "(0, 1]"] = option(1.0, "share of each head that is rotated")
+    rotary_percent: Annotated[float, "(0, 1]"] = option(
+        1.0, "share of a head's features to which rotary positions apply"
+    )
     rotary_interleaved: bool = option(
-        False, "rotate features 2j and 2j + 1 of a head together, instead of j and j + half of its width"
+        False, "rotate features 2j and 2j + 1 of a head as a pair, instead of features j and j + half of the width"
     )
     rotary_base_of_windows: Positive | None = option(
-        None, "base of layers with a window, whose frequencies are not scaled; default: --rotary-base for all layers"
+        None,
+        "base of the rotary frequencies in layers with a sliding window, where no frequency scaling applies; "
+        "default: --rotary-base for all layers",
     )
     no_rope_freq: str | None = option(
         None,
-        "layers without rotary positions: N: each Nth; or a list with 1 for each of them, 0 for others, such as [0,0,0,1]*4",
+        "which layers have no rotary positions: N: every Nth layer; or a list with 1 for those layers and 0 for the "
+        "others, such as [0,0,0,1]*4",
         metavar="N|LIST",
         read=read_pattern,
     )
-    rotary_seq_len_interpolation_factor: Positive | None = option(None, "divide the rotary frequencies by this")
+    rotary_seq_len_interpolation_factor: Positive | None = option(None, "divide the rotary frequencies by this number")
     use_rope_scaling: bool = option(
-        False, "scale the rotary frequencies as Llama 3.1 does, by --rope-scaling-factor, from a context of 8192"
+        False,
+        "scale the rotary frequencies as Llama 3.1 does, by --rope-scaling-factor, for an original context "
+        "of 8192 tokens",
     )
     rope_scaling_factor: Positive = option(8.0, "factor of --use-rope-scaling")
     rope_scaling: str | None = option(
         None,
-        "scale the rotary frequencies as config.json says: rope_type linear, dynamic, llama3, yarn or longrope, and its numbers",
+        "scale the rotary frequencies by the rope_scaling object of a Hugging Face config.json, in JSON: rope_type "
+        "(linear, dynamic, llama3, yarn or longrope) and its parameters",
         metavar="JSON",
         read=read_rope_scaling,
     )
@@ -211,7 +222,7 @@ class PositionConfig(ShapeConfig):
         else:
             for flag, is_set in self._rotary_options().items():
                 if is_set:
-                    yield f"{flag} needs --position-embedding-type rope; give that too, or leave it out"
+                    yield f"{flag} needs --position-embedding-type rope; give both, or leave it out"
         yield from self._relative_problems()
 
     def _relative_problems(self) -> Iterator[str]:
@@ -224,14 +235,17 @@ class PositionConfig(ShapeConfig):
             }
             for flag, is_set in options.items():
                 if is_set:
-                    yield f"{flag} needs --position-embedding-type relative; give that too, or leave it out"
+                    yield f"{flag} needs --position-embedding-type relative; give both, or leave it out"
             return
         if buckets < 4 or buckets % 4:
-            yield f"--relative-attention-num-buckets ({buckets}) must be a multiple of 4: two directions, each near and far"
+            yield (
+                f"--relative-attention-num-buckets ({buckets}) must be a multiple of 4: it is divided into two "
+                "directions, and each into near and far distances"
+            )
         if far <= buckets // 2:
             yield (
                 f"--relative-attention-max-distance ({far}) must be above {buckets // 2}, half of "
-                "--relative-attention-num-buckets: so many distances have buckets of their own; raise it"
+                "--relative-attention-num-buckets, because the distances up to there have a bucket each; raise it"
             )
 
     def _rotary_options(self) -> dict[str, bool]:
@@ -255,21 +269,33 @@ class PositionConfig(ShapeConfig):
         width = self.rotary_width
         scalings = [flag for flag, is_set in self._scalings().items() if is_set]
         if width < 2 or width % 2:
-            yield f"rotary positions need an even width; heads of {self.head_width} x --rotary-percent give {width}"
+            yield (
+                f"rotary positions need an even number of rotated features; heads of {self.head_width} x "
+                f"--rotary-percent give {width}"
+            )
         if len(scalings) > 1:
-            yield f"{' and '.join(scalings)} exclude each other; give one"
+            yield f"{' and '.join(scalings)} exclude each other; give only one of them"
         if self.rope_scaling_factor != 8 and not self.use_rope_scaling:
-            yield f"--rope-scaling-factor {self.rope_scaling_factor} needs --use-rope-scaling; give that too"
+            yield f"--rope-scaling-factor {self.rope_scaling_factor} needs --use-rope-scaling; give both"
         if self.rotary_base_of_windows is not None and self.window_size is None:
-            yield "--rotary-base-of-windows needs --window-size L,0; give that too, or leave it out"
+            yield "--rotary-base-of-windows needs --window-size L,0; give both, or leave out --rotary-base-of-windows"
         pattern = None if self.no_rope_freq is None else layer_pattern(self.no_rope_freq)
         if isinstance(pattern, list) and len(pattern) != self.num_layers:
-            yield f"--no-rope-freq has {len(pattern)} entries and --num-layers is {self.num_layers}; give one for each layer"
+            yield (
+                f"--no-rope-freq has {len(pattern)} entries, but --num-layers is {self.num_layers}; give one "
+                "entry for each layer"
+            )
         if self._scaling and self._scaling.rope_type == "dynamic" and width == 2:
-            yield "--rope-scaling dynamic needs more than two rotated features; raise --rotary-percent or --kv-channels"
+            yield (
+                "--rope-scaling dynamic needs more than two rotated features per head; raise --rotary-percent or "
+                "--kv-channels"
+            )
         divisors = len(self._scaling.short_factor) if self._scaling else 0
         if divisors and 2 * divisors != width:
-            yield f"--rope-scaling has {divisors} numbers in its lists, and {width} features are rotated: give {width // 2}"
+            yield (
+                f"--rope-scaling has lists of {divisors} numbers, but {width} features of a head are rotated; "
+                f"give lists of {width // 2} numbers"
+            )
 
     @property
     def parsed_patterns(self) -> dict[str, Any]:

@@ -48,40 +48,52 @@ class ShapeConfig(FlagConfig):
     swiglu: bool = option(False, "SwiGLU MLP instead of GELU")
     add_bias_linear: bool = option(True, "no biases in linear layers", flags=("--disable-bias-linear",))
     add_qkv_bias: bool = option(False, "bias in the QKV layer, even with --disable-bias-linear")
-    qk_layernorm: bool = option(False, "normalize query and key heads, by --normalization")
-    untie_embeddings_and_output_weights: bool = option(False, "separate weight for the output layer")
+    qk_layernorm: bool = option(False, "normalize the query and key heads with the layer of --normalization")
+    untie_embeddings_and_output_weights: bool = option(
+        False, "do not share the weight of the output layer with the word embedding"
+    )
     scale_decoder_outputs: bool = option(
         True,
-        "pretrain_t5.py: with tied weights, do not divide hidden states by sqrt(hidden size) before the output layer",
+        "pretrain_t5.py: with tied weights, do not divide the hidden states by sqrt(hidden size) before the output "
+        "layer",
         flags=("--no-scale-decoder-outputs",),
     )
-    make_vocab_size_divisible_by: Count = option(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
-    hidden_dropout: BelowOne = option(0.1, "dropout after the embedding and each block")
+    make_vocab_size_divisible_by: Count = option(
+        128, "pad the vocabulary to a multiple of this number times the tensor-parallel size"
+    )
+    hidden_dropout: BelowOne = option(
+        0.1, "dropout probability after the embedding and after each attention and MLP block"
+    )
     attention_dropout: BelowOne = option(0.1, "dropout of attention probabilities")
     init_method_std: NotNegative = option(0.02, "standard deviation of initial weights")
     init_method_xavier_uniform: bool = option(
-        False, "initialize matrices by Xavier's uniform rule, of the whole matrix in any layout"
+        False,
+        "initialize weight matrices by Xavier's uniform rule with the sizes of the unsharded matrix, in any layout",
     )
     embedding_init_method_std: NotNegative | None = option(
         None,
-        "standard deviation of initial embedding weights, which then have no weight decay; default: as other weights",
+        "standard deviation of the initial embedding weights, which then have no weight decay; default: "
+        "--init-method-std, with weight decay",
     )
     window_size: str | None = option(
         None,
-        "sliding window L,0: a query sees its own key and L keys before it; --window-size=-1,0: all",
+        "sliding window L,0: a query attends to its own position and the L before it; write --window-size=-1,0 for "
+        "all positions",
         metavar="L,0",
         read=read_window,
     )
     window_attn_skip_freq: str | None = option(
         None,
-        "layers without a window: N: each Nth layer; or a list with 0 for each of them, 1 for others, such as [1,1,0]*4",
+        "which layers have no sliding window: N: every Nth layer; or a list with 0 for those layers and 1 for the "
+        "others, such as [1,1,0]*4",
         metavar="N|LIST",
         read=read_pattern,
     )
     attention_backend: str = option(
         "auto",
-        "auto, fused, flash: torch's fused kernel where it applies; tiled: with --compile, for causal attention; "
-        "tiled-eager: the same in eager torch, for any mask; unfused, local: the reference, which holds all scores",
+        "auto, fused, flash: torch's fused kernel where it supports the settings; tiled: compiled tiles, with "
+        "--compile, for causal attention; tiled-eager: tiles in eager torch, for any mask; unfused, local: the "
+        "reference, which stores all attention scores",
         names=KERNELS,
     )
 
@@ -91,11 +103,17 @@ class ShapeConfig(FlagConfig):
         heads = self.num_attention_heads
         groups = self.query_groups
         if self.kv_channels is None and self.hidden_size % heads:
-            yield f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads {heads}, or give --kv-channels"
+            yield (
+                f"--hidden-size {self.hidden_size} must be a multiple of --num-attention-heads {heads}; change "
+                "one, or give --kv-channels"
+            )
         if self.ffn_size < 1:
-            yield f"--swiglu with --hidden-size {self.hidden_size} gives an MLP of width 0; give 24 or more, or --ffn-hidden-size"
+            yield (
+                f"--swiglu with --hidden-size {self.hidden_size} gives an MLP of width 0; give --hidden-size 24 "
+                "or more, or --ffn-hidden-size"
+            )
         if heads % groups:
-            yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one"
+            yield f"--num-attention-heads {heads} must be a multiple of --num-query-groups {groups}; change one"
         if self.num_query_groups != 1 and not self.group_query_attention:
             yield "--num-query-groups needs --group-query-attention"
         yield from window_skip_freq_problems(self.window_size, self.window_attn_skip_freq, self.num_layers)

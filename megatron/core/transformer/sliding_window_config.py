@@ -25,10 +25,16 @@ def window_skip_freq_problems(size: str | None, skip_freq: str | None, num_layer
     if skip_freq is None:
         return
     if size is None:
-        yield f"--window-attn-skip-freq {skip_freq} needs --window-size L,0; give that too, or leave it out"
+        yield (
+            f"--window-attn-skip-freq {skip_freq} needs --window-size L,0; give both, or leave out "
+            "--window-attn-skip-freq"
+        )
     pattern = layer_pattern(skip_freq)
     if isinstance(pattern, list) and len(pattern) != num_layers:
-        yield f"--window-attn-skip-freq has {len(pattern)} entries and --num-layers is {num_layers}; give one for each layer"
+        yield (
+            f"--window-attn-skip-freq has {len(pattern)} entries, but --num-layers is {num_layers}; give one "
+            "entry for each layer"
+        )
 
 
 def read_window(text: str) -> str:
@@ -36,11 +42,17 @@ def read_window(text: str) -> str:
     try:
         left, right = parse_window_size(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not L,0 with L keys before the query, such as 4095,0") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be L,0, where L is the number of keys before the query, such as 4095,0"
+        ) from None
     if left < -1:
-        raise argparse.ArgumentTypeError(f"{text!r}: L is {left}; give the keys before the query, or -1 for all")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: L is {left}; give the number of keys before the query, or -1 for all"
+        )
     if right != 0:
-        raise argparse.ArgumentTypeError(f"{text!r} ends in {right}; give {left},0: no query sees a key after its own")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} ends in {right}; give {left},0, because a query does not attend to later keys"
+        )
     return f"{left},{right}"
 
 

@@ -53,7 +53,9 @@ class SpecLayer(nn.Module):
 
     def forward(self, x: Tensor, mask: Any = None, angles: Tensor | None = None, cache: Any = None) -> Tensor:
         if cache is not None:
-            raise NotImplementedError("generation with the layers of a script is not built yet; leave out the cache")
+            raise NotImplementedError(
+                "generation with a key/value cache is not built yet for a script's own layers; leave out the cache"
+            )
         options = {}
         if angles is not None:
             # Megatron repeats the angles for both halves of a head

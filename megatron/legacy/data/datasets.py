@@ -74,9 +74,7 @@ def build_gpt(
     """
     del data_impl, skip_warmup
     if return_doc_ids:
-        raise NotImplementedError(
-            "return_doc_ids: samples do not carry the numbers of their documents; retrieval is not built"
-        )
+        raise NotImplementedError("return_doc_ids is not built: samples do not carry the numbers of their documents")
     config = data_config(
         data_prefix, splits_string, seq_length, (train_data_prefix, valid_data_prefix, test_data_prefix)
     )
@@ -105,7 +103,7 @@ def build_bert(
     """
     del data_impl, skip_warmup
     if dataset_type != "standard_bert" or max_seq_length_dec is not None:
-        raise NotImplementedError(f"dataset_type {dataset_type}: only standard_bert is built")
+        raise NotImplementedError(f"dataset_type is {dataset_type}; only standard_bert is built")
     args = get_args()
     if masked_lm_prob is None:
         masked_lm_prob = args.mask_prob

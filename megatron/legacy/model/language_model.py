@@ -32,7 +32,7 @@ def settings_of(config: Any) -> ModelConfig:
 def check_token_types(model: str, num_tokentypes: int, expected: int) -> None:
     """Raise ValueError for another number of token types than the model has."""
     if num_tokentypes != expected:
-        raise ValueError(f"{model}: num_tokentypes is {num_tokentypes}; this model has {expected}")
+        raise ValueError(f"{model}: num_tokentypes is {num_tokentypes}; for this model it must be {expected}")
 
 
 __getattr__ = names_of_megatron(__name__)

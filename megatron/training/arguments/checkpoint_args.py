@@ -161,7 +161,9 @@ def _saved_settings(root: Path, iterations: list[int]) -> tuple[dict[str, dict[s
             continue
         config = state.get("config")
         if not isinstance(config, dict) or not all(isinstance(part, dict) for part in config.values()):
-            raise ConfigError(f"{folder} holds no settings of a run, which --use-checkpoint-args needs; leave it out")
+            raise ConfigError(
+                f"{folder} contains no settings of a run, which --use-checkpoint-args needs; leave it out"
+            )
         return config, iteration
     raise ConfigError(str(problem))
 

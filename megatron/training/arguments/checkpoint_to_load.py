@@ -77,8 +77,8 @@ def _check_not_saved_into(flag: str, root: str, save: str | None) -> None:
     """
     if save is not None and same_folder(root, save):
         raise ConfigError(
-            f"{flag} and --save are both {root}, a model of another project; give it as --pretrained-checkpoint, and another "
-            "folder as --load and --save"
+            f"{flag} and --save are both {root}, which has a model of another project; give it as "
+            "--pretrained-checkpoint, and another folder as --load and --save"
         )
 
 
@@ -167,20 +167,20 @@ def _load_holds_checkpoint(config: CheckpointConfig) -> bool:
     elif config.ckpt_step is not None:
         reason = f"--ckpt-step {config.ckpt_step} names one"
     if reason is not None:
-        raise ConfigError(f"--load {config.load} holds no checkpoint ({_content(root)}), and {reason}")
+        raise ConfigError(f"--load {config.load} has no checkpoint ({_content(root)}), and {reason}")
 
     # the run may start anew in its own --save folder, or in an empty one
     if is_save:
         return False
     if not is_folder(root):
         raise ConfigError(
-            f"--load {config.load} does not exist; give the folder that --save wrote to, or leave --load out to start anew "
-            "(only this run's --save folder may be missing)"
+            f"--load {config.load} does not exist; give a folder that --save wrote, or leave out --load to start a "
+            "new run (only this run's --save folder may be missing)"
         )
     if backend_of(root).names(root):
         raise ConfigError(
-            f"--load {config.load} holds no checkpoint (no {LATEST}), but {_content(root)}; give the folder that --save wrote "
-            "to, or leave --load out to start anew"
+            f"--load {config.load} has no checkpoint (no {LATEST}), but {_content(root)}; give a folder that --save "
+            "wrote, or leave out --load to start a new run"
         )
     return False
 

@@ -57,28 +57,29 @@ class TrainingConfig(FlagConfig):
     )
     step_batch_size_schedule: str | None = option(
         None,
-        "global batch size by tokens consumed, e.g. '0:768 250B:1536 500B:3072' (K, M, B, T); needs --train-samples",
+        "list of TOKENS:SIZE, the global batch size SIZE from TOKENS consumed tokens on, e.g. '0:768 250B:1536 "
+        "500B:3072' (suffixes K, M, B, T); needs --train-samples",
         metavar="TABLE",
     )
     decrease_batch_size_if_needed: bool = option(
-        False, "round global batch sizes down to a multiple of micro batch x data-parallel size"
+        False, "round global batch sizes down to a multiple of --micro-batch-size x data-parallel size"
     )
-    train_iters: Count | None = option(None, "training iterations; this or --train-samples is required")
+    train_iters: Count | None = option(None, "number of training iterations; this or --train-samples is required")
     train_samples: Count | None = option(
-        None, "training samples, instead of --train-iters; an incomplete last batch is dropped"
+        None, "number of training samples, instead of --train-iters; an incomplete last batch is dropped"
     )
-    eval_interval: WholeNumber = option(1000, "iterations between validations; 0: only after training")
+    eval_interval: WholeNumber = option(1000, "iterations between validations; 0: validate only after training")
     eval_iters: WholeNumber = option(100, "global batches per validation; 0: no validation or test")
     skip_train: bool = option(False, "only validate and test the loaded weights")
     exit_interval: Count | None = option(None, "save and exit after an iteration divisible by this")
     exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
     exit_signal_handler: bool = option(
         False,
-        "on --exit-signal, on SIGHUP (the terminal is lost) and on SIGUSR1 (the scheduler warns), finish the iteration on "
+        "on --exit-signal, SIGHUP (terminal lost) and SIGUSR1 (warning of the scheduler): finish the iteration on "
         "all ranks, save, and exit with code 0",
     )
     exit_signal: str = option(
-        "SIGTERM", "signal of --exit-signal-handler, by name or number", metavar="NAME", read=read_signal
+        "SIGTERM", "signal that --exit-signal-handler handles, by name or number", metavar="NAME", read=read_signal
     )
     seed: Annotated[int, "[0, 2^32)"] = option(1234, "seed of initial weights, data order and dropout")
     check_for_nan_in_loss_and_grad: bool = option(True, "continue when a loss or gradient norm is NaN or infinite")
@@ -86,7 +87,7 @@ class TrainingConfig(FlagConfig):
     def problems(self) -> Iterator[str]:
         if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
             numbers = " ".join(map(str, self.rampup_batch_size))
-            yield f"--rampup-batch-size {numbers}: it needs three numbers, START INCREMENT SAMPLES"
+            yield f"--rampup-batch-size {numbers}: give three numbers, START INCREMENT SAMPLES"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class CheckpointConfig(FlagConfig):
     )
     load: str | None = option(
         None,
-        "checkpoint folder, or URL, to resume from; an empty folder, or a --save folder without a checkpoint, starts a new run",
+        "checkpoint folder, or its URL, to resume from; the run starts at iteration 0 if the folder is empty, or is "
+        "the --save folder and has no checkpoint yet",
         metavar="DIR",
     )
     save_interval: Count | None = option(
@@ -108,80 +110,95 @@ class CheckpointConfig(FlagConfig):
     )
     async_save: bool = option(
         False,
-        "save while training continues; training waits only for a copy of the state in host memory "
-        "(as many bytes as a rank writes)",
+        "save in the background; training waits only while the state is copied to host memory, which takes as many "
+        "bytes as a rank writes",
     )
     non_persistent_save_interval: Count | None = option(
         None,
-        "iterations between copies for restarts, of which the newest is kept; where a checkpoint is due, no copy is written",
+        "iterations between non-persistent checkpoints, which replace one another and serve only to restart; none is "
+        "written at an iteration that saves a checkpoint",
     )
     non_persistent_ckpt_type: Literal["local", "global", "in_memory"] | None = option(
-        None, "where copies are: local: on each machine's disk; global: on a file system that all ranks share"
+        None,
+        "where non-persistent checkpoints are written: local: on a disk of each machine; global: on a file "
+        "system that all ranks share",
     )
     non_persistent_local_ckpt_dir: str | None = option(
-        None, "folder of local copies, a disk of each machine, or its memory (/dev/shm/NAME)", metavar="DIR"
+        None,
+        "folder of the copies of --non-persistent-ckpt-type local: on a disk of each machine, or in its "
+        "memory (/dev/shm/NAME)",
+        metavar="DIR",
     )
     non_persistent_global_ckpt_dir: str | None = option(
-        None, "folder of global copies; default: non_persistent in --save", metavar="DIR"
+        None,
+        "folder of the copies of --non-persistent-ckpt-type global; default: non_persistent in --save",
+        metavar="DIR",
     )
     non_persistent_local_ckpt_algo: Literal["atomic", "fully_parallel"] = option(
-        "atomic", "atomic: each rank writes all of its state, and needs no other rank's copy to resume"
+        "atomic",
+        "atomic: each rank writes all of its state to its own disk, and can resume without other machines' files",
     )
     ckpt_step: Count | None = option(None, "iteration of --load to resume from (default: the latest)")
     use_checkpoint_args: bool = option(
-        False, "take the checkpoint's settings of the model and the tokenizer for flags that are not given"
+        False, "take model and tokenizer settings from the checkpoint, where flags do not give them"
     )
     use_mp_args_from_checkpoint_args: bool = option(
-        False, "take the checkpoint's parallel sizes for flags that are not given"
+        False, "take the parallel sizes from the checkpoint, where flags do not give them"
     )
     hf_config: str | None = option(
         None,
-        "config.json of Hugging Face, or a folder with one: its model, trained from scratch, for flags that are "
-        "not given; a "
-        "flag that describes another model is refused. A folder's tokenizer.json is taken too",
+        "Hugging Face config.json, or a folder with one: train the model it describes from scratch. It sets the "
+        "model's flags that are not given; a given flag that contradicts it is an error. A tokenizer.json in the "
+        "folder is used too",
         metavar="FILE",
     )
     exit_on_damaged_checkpoint: bool = option(
-        False, "fail if the checkpoint to resume from is damaged; by default the newest undamaged one is used"
+        False,
+        "exit with an error if the checkpoint to resume from is damaged; by default the run resumes from the "
+        "newest undamaged one",
     )
     keep_checkpoints: Count | None = option(
-        None, "after a save, delete all but the newest N checkpoints that this run has saved (default: delete none)"
+        None, "after a save, delete all but the newest N checkpoints that this run has saved; default: delete none"
     )
     save_retain_interval: Count | None = option(
         None,
-        "never delete checkpoints whose iteration is a multiple of N; "
-        "without --keep-checkpoints, keep only the newest of the others",
+        "never delete checkpoints whose iteration is a multiple of N; without --keep-checkpoints, all others but the "
+        "newest are deleted",
     )
-    save_optim: bool = option(True, "save no optimizer state; such a checkpoint is resumed with --no-load-optim")
+    save_optim: bool = option(
+        True, "do not save optimizer state; resuming from such a checkpoint needs --no-load-optim"
+    )
     pretrained_checkpoint: str | None = option(
-        None, "checkpoint folder for initial weights while --load has no checkpoint; implies --finetune", metavar="DIR"
+        None,
+        "checkpoint folder for the initial weights, used only if --load has no checkpoint; implies --finetune",
+        metavar="DIR",
     )
     finetune: bool = option(False, "load weights only and start at iteration 0")
     load_optim: bool = option(True, "do not load optimizer state")
-    exit_on_missing_checkpoint: bool = option(False, "fail if --load has no checkpoint")
+    exit_on_missing_checkpoint: bool = option(False, "exit with an error if --load has no checkpoint")
     allow_precision_change: bool = option(
         False, "resume from a checkpoint trained in another precision (--bf16, --fp16, --fp64, fp32)"
     )
     allow_rope_change: bool = option(
         False,
-        "load weights of a model with other rotary settings (--rotary-base, --rope-scaling, --use-rope-scaling), "
-        "for a longer context",
+        "load weights of a model with other rotary settings (--rotary-base, --rope-scaling, --use-rope-scaling), for "
+        "example to extend the context",
     )
     allow_tokenizer_change: bool = option(
         False, "load weights trained with another tokenizer of the same vocabulary size"
     )
     resize_token_embeddings: Literal["tokens", "ids"] | None = option(
         None,
-        "load only weights, for another vocabulary: embeddings are kept for tokens, or for ids, that both tokenizers have; "
-        "the others get initial values",
+        "load only weights, for another vocabulary: tokens: keep the embedding rows of tokens that both tokenizers "
+        "have; ids: keep the rows of ids that both have; the other rows get initial values",
     )
     allow_missing_tensors: bool = option(
         False,
-        "load only weights, although the checkpoint lacks tensors of the model: each is named, and gets its initial values",
+        "load only weights, also if the checkpoint lacks some of the model's tensors; each missing tensor is named "
+        "and keeps its initial values",
     )
     allow_lost_buffers: bool = option(
-        False,
-        "load a checkpoint without the buffers of its model that training had changed; they start with initial values",
+        False, "load a checkpoint that lacks model buffers which training had changed; they get their initial values"
     )
 
     def problems(self) -> Iterator[str]:
@@ -189,37 +206,42 @@ class CheckpointConfig(FlagConfig):
         interval = self.non_persistent_save_interval
         if kind == "in_memory":
             yield (
-                "--non-persistent-ckpt-type in_memory: memory of the process does not outlive it; give local with "
-                "--non-persistent-local-ckpt-dir /dev/shm/NAME, which is memory that outlives the processes of a machine"
+                "--non-persistent-ckpt-type in_memory is not built: the memory of a process is lost when it ends; "
+                "give local with --non-persistent-local-ckpt-dir /dev/shm/NAME, which is in memory and stays after "
+                "the processes of a machine end"
             )
         if self.non_persistent_local_ckpt_algo != "atomic":
             yield (
-                "--non-persistent-local-ckpt-algo fully_parallel divides what ranks hold alike, so that each "
-                "needs the others' "
-                "disks to go on; it is not built: leave it out"
+                "--non-persistent-local-ckpt-algo fully_parallel is not built: it divides replicated state among "
+                "ranks, so that each rank needs the disks of the others to resume; leave it out"
             )
         if (kind is None) != (interval is None):
-            yield "--non-persistent-save-interval N and --non-persistent-ckpt-type local or global go together; give both"
+            yield (
+                "--non-persistent-save-interval N and --non-persistent-ckpt-type local or global need each "
+                "other; give both"
+            )
         if interval is not None and self.save is None:
-            yield "--non-persistent-save-interval needs --save, whose folder names the copy that counts"
+            yield "--non-persistent-save-interval needs --save, the folder that records the latest checkpoint"
         for folder in (self.save, self.non_persistent_local_ckpt_dir, self.non_persistent_global_ckpt_dir):
             if interval is not None and folder is not None and is_url(folder):
                 yield (
-                    "--non-persistent-save-interval needs folders for --save and its copies, where names are changed at once, "
-                    f"and {folder} is an object store; leave it out"
+                    "--non-persistent-save-interval needs file systems with atomic renames for --save and for its "
+                    f"own folder, but {folder} is an object store; leave out --non-persistent-save-interval"
                 )
         if interval is not None and not self.save_optim:
-            yield "--no-save-optim leaves a copy for restarts nothing to go on from; leave out --non-persistent-save-interval"
+            yield (
+                "--no-save-optim saves no optimizer state, which a restart from a non-persistent checkpoint "
+                "needs; leave out --non-persistent-save-interval"
+            )
         if self.allow_tokenizer_change and self.resize_token_embeddings is not None:
             yield (
-                "--allow-tokenizer-change keeps every row of the word table, --resize-token-embeddings those of "
-                "the tokens or "
-                "ids that both tokenizers have; leave one of them out"
+                "--allow-tokenizer-change keeps every row of the word embedding, but --resize-token-embeddings keeps "
+                "only the rows of tokens or ids that both tokenizers have; leave one of them out"
             )
         if (kind == "local") != (self.non_persistent_local_ckpt_dir is not None):
-            yield "--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir DIR go together; give both"
+            yield "--non-persistent-ckpt-type local and --non-persistent-local-ckpt-dir DIR need each other; give both"
         if kind != "global" and self.non_persistent_global_ckpt_dir is not None:
-            yield "--non-persistent-global-ckpt-dir is the folder of --non-persistent-ckpt-type global; give both"
+            yield "--non-persistent-global-ckpt-dir needs --non-persistent-ckpt-type global; give both"
 
     def copy_is_due(self, iteration: int) -> bool:
         """Whether a copy for restarts is due after this iteration. If a checkpoint is due too, only that is saved."""
@@ -338,9 +360,9 @@ class Config:
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
         if num_layers % per_pass:
             raise ConfigError(
-                f"--num-layers ({num_layers}) must be a multiple of {per_pass} = --num-layers-per-virtual-pipeline-stage "
-                f"({parallel.num_layers_per_virtual_pipeline_stage}) x --pipeline-model-parallel-size "
-                f"({parallel.pipeline_model_parallel_size})"
+                f"--num-layers ({num_layers}) must be a multiple of {per_pass} = "
+                f"--num-layers-per-virtual-pipeline-stage ({parallel.num_layers_per_virtual_pipeline_stage}) x "
+                f"--pipeline-model-parallel-size ({parallel.pipeline_model_parallel_size}); change one"
             )
         return num_layers // per_pass
 

@@ -11,12 +11,12 @@ class HangConfig(FlagConfig):
 
     hang_timeout: NotNegative = option(
         10.0,
-        "a rank without progress for this many times the median step, and for --hang-timeout-floor seconds, hangs: the job "
-        "reports it and ends with code 4; 0: no check for hangs",
+        "a rank counts as hung after no progress for this many times the median step time, and for at least "
+        "--hang-timeout-floor seconds; the job then reports the rank and exits with code 4; 0: no check for hangs",
         metavar="TIMES",
     )
     hang_timeout_floor: Positive = option(
         180.0,
-        "seconds without progress before a rank may count as hung; in start-up and saves, before it is examined",
+        "least seconds without progress before a rank counts as hung; during start-up and saves, before it is examined",
         metavar="SECONDS",
     )

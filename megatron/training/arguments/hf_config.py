@@ -45,12 +45,12 @@ def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults:
 def _other_sources(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield the other sources of the model's flags that are given."""
     if given.get("use_checkpoint_args"):
-        yield "--use-checkpoint-args fills the model's flags, too; give one of them"
+        yield "--use-checkpoint-args and --hf-config both set the model's flags; give only one of them"
     for name in ("load", "pretrained_checkpoint"):
         root = given.get(name)
         step = given.get("ckpt_step") if name == "load" else None
         if root and is_foreign(root, step):
-            yield f"{flag_of(name)} {root} fills the model's flags by itself; leave out --hf-config"
+            yield f"{flag_of(name)} {root} sets the model's flags itself; leave out --hf-config"
 
 
 def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:

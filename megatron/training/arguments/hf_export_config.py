@@ -16,7 +16,7 @@ def bytes_of(text: str) -> int:
     """Return the bytes of a size: 5,000,000,000 for "5GB". Raises ArgumentTypeError."""
     match = re.fullmatch(r"([1-9][0-9]{0,8}) ?(B|KB|MB|GB)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     number, unit = match.groups()
     return int(number) * _UNITS[unit]
 
@@ -33,16 +33,16 @@ class HFConfig(FlagConfig):
 
     save_hf: str | None = option(
         None,
-        "write the model as a Hugging Face folder, DIR/iter_0000100, at the end of the run (after its checkpoint); "
-        "training waits, with --async-save too",
+        "write the model as a Hugging Face folder, DIR/iter_0000100, after the last checkpoint of the run; training "
+        "waits for it, even with --async-save",
         metavar="DIR",
     )
-    save_hf_interval: Count | None = option(None, "write a folder every N iterations, too")
+    save_hf_interval: Count | None = option(None, "write the Hugging Face folder also every N iterations")
     save_hf_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "dtype of the tensors of --save-hf; default: that of the parameters"
     )
     save_hf_max_shard_size: str | None = option(
-        None, f"bytes of one file of --save-hf, as 500MB; default: {DEFAULT_SHARD_SIZE}", read=read_size
+        None, f"largest size of one file of --save-hf, such as 500MB; default: {DEFAULT_SHARD_SIZE}", read=read_size
     )
 
     def problems(self) -> Iterator[str]:

@@ -16,57 +16,63 @@ class LogConfig(FlagConfig):
 
     log_interval: Count | None = option(
         None,
-        "iterations between log lines; default 100, with progress lines in between when iterations are slow",
+        "iterations between log lines; default: 100, with progress lines in between if iterations are slow",
         metavar="STEPS",
     )
     log_throughput: bool = option(
-        False, "log TFLOP/s per device, and a line with time left, tokens/s and, if the device's peak is known, MFU"
+        False,
+        "log TFLOP/s per device, and a line with the remaining time, tokens/s and, if the device's peak is known, MFU",
     )
     log_params_norm: bool = option(False, "log the L2 norm of all parameters")
     log_num_zeros_in_grad: bool = option(False, "log the number of zeros in the gradient")
-    log_progress: bool = option(False, "append starts and checkpoints to progress.txt in the --save folder")
+    log_progress: bool = option(
+        False, "append a line to progress.txt in the --save folder at each start of a run and each saved checkpoint"
+    )
     metrics_file: str | None = option(
         None,
-        "JSONL file with one record per log interval and validation; a resumed run truncates to its start, then appends",
+        "JSONL file to append to: one record per log interval and per validation; a resumed run first deletes the "
+        "records after the iteration where it resumes",
         metavar="FILE",
     )
     heartbeat_file: str | None = option(
         None,
-        "file replaced once a second, for supervisors: time, iteration, losses, tokens/s and the last save, in JSON",
+        "JSON file for supervisors, rewritten once a second: time, iteration, losses, tokens/s and the last save",
         metavar="FILE",
     )
     prometheus_file: str | None = option(
         None,
-        "the same numbers as a text file for Prometheus' textfile collector, such as DIR/megatron.prom",
+        "write the metrics also as a text file for Prometheus' textfile collector, such as DIR/megatron.prom",
         metavar="FILE",
     )
     log_straggler: bool = option(
         False,
-        "at each log interval a line with the ranks that were busy longest, and shortest, without waiting for others",
+        "at each log interval, log which ranks were busy longest and which shortest; time spent waiting for other "
+        "ranks does not count",
     )
     straggler_minmax_count: Count = option(
-        1, "ranks that --log-straggler lists as the slowest, and as the fastest", metavar="N"
+        1, "how many of the slowest and of the fastest ranks --log-straggler lists", metavar="N"
     )
     inspect: Count | None = option(
         None,
-        "iterations between statistics (mean, std, max, zeros, non-finite) of parameters, gradients and layer outputs",
+        "iterations between lines of statistics (mean, std, max, zeros, non-finite values) of parameters, gradients "
+        "and layer outputs",
         metavar="STEPS",
     )
     log_memory_interval: Count | None = option(
         None,
-        "iterations between lines with measured and predicted memory; slow on a CPU, which counts every tensor",
+        "iterations between log lines that compare measured and predicted memory; slow on a CPU, where every tensor "
+        "is counted",
         metavar="STEPS",
     )
     timing_log_level: Literal[0, 1, 2] = option(
-        0, "0: no timers; 1: parts of an iteration; 2: also each forward, backward and transfer"
+        0, "0: no timers; 1: time the parts of an iteration; 2: also time each forward, backward and transfer"
     )
     timing_log_option: Literal["max", "minmax", "all"] = option(
-        "minmax",
-        "times that are printed: the longest of all ranks, the shortest and the longest, or those of each rank",
+        "minmax", "which times to print: the longest of all ranks, the shortest and the longest, or those of each rank"
     )
     barrier_with_L1_time: bool = option(
         False,
-        "synchronize all ranks around level-1 timers: exact times, slower training",
+        "synchronize all ranks before and after each level-1 timer: exact times, but slower training",
         flags=("--barrier-with-level-1-timing",),
     )
 
@@ -80,7 +86,9 @@ class TensorBoardConfig(FlagConfig):
     """TensorBoard and wandb."""
 
     tensorboard_dir: str | None = option(None, "folder for TensorBoard event files", metavar="DIR")
-    tensorboard_log_interval: Count = option(1, "iterations between points of a curve")
+    tensorboard_log_interval: Count = option(
+        1, "iterations between points of the TensorBoard and Weights & Biases curves"
+    )
     tensorboard_queue_size: Count = option(1000, "points buffered before a write")
     log_timers_to_tensorboard: bool = option(False, "log timers (needs --timing-log-level 1 or 2)")
     log_batch_size_to_tensorboard: bool = option(False, "log the global batch size")
@@ -93,9 +101,11 @@ class TensorBoardConfig(FlagConfig):
     log_validation_ppl_to_tensorboard: bool = option(False, "log validation perplexity")
     log_memory_to_tensorboard: bool = option(False, "log device memory")
     log_world_size_to_tensorboard: bool = option(False, "log the world size")
-    wandb_project: str | None = option(None, "Weights & Biases project for the same curves", metavar="NAME")
-    wandb_exp_name: str | None = option(None, "run name at Weights & Biases", metavar="NAME")
-    wandb_entity: str | None = option(None, "user or team at Weights & Biases", metavar="NAME")
+    wandb_project: str | None = option(
+        None, "Weights & Biases project for the curves that --tensorboard-dir has", metavar="NAME"
+    )
+    wandb_exp_name: str | None = option(None, "name of the run at Weights & Biases", metavar="NAME")
+    wandb_entity: str | None = option(None, "user or team of --wandb-project at Weights & Biases", metavar="NAME")
     wandb_save_dir: str | None = option(None, "folder for wandb's files; default: the working folder", metavar="DIR")
 
     def problems(self) -> Iterator[str]:
@@ -113,23 +123,29 @@ class TensorBoardConfig(FlagConfig):
 class ProfileConfig(FlagConfig):
     """Profiling."""
 
-    profile: bool = option(False, "write a Chrome trace of some iterations, under --tensorboard-dir or --save")
+    profile: bool = option(
+        False,
+        "write a Chrome trace of the iterations from --profile-step-start to --profile-step-end, in "
+        "--tensorboard-dir or --save",
+    )
     profile_step_start: int = option(10, "profile after this iteration")
     profile_step_end: int = option(12, "last profiled iteration")
     profile_ranks: list[int] = option([0], "ranks that write a trace")
-    use_pytorch_profiler: bool = option(False, "accepted: --profile always uses the PyTorch profiler")
+    use_pytorch_profiler: bool = option(False, "accepted without effect: --profile always uses the PyTorch profiler")
     record_memory_history: bool = option(
-        False, "record device allocations; a snapshot is written at each log line and at exit"
+        False, "record allocations of device memory; each log line and the exit write a snapshot"
     )
     memory_snapshot_path: str = option(
-        "snapshot.pickle", "snapshot file for pytorch.org/memory_viz; ranks above 0 append their number", metavar="FILE"
+        "snapshot.pickle",
+        "file of the memory snapshot, for pytorch.org/memory_viz; ranks above 0 append their number to its name",
+        metavar="FILE",
     )
 
     def problems(self) -> Iterator[str]:
         if self.profile_step_start < 0 or self.profile_step_end <= self.profile_step_start:
             yield (
-                f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} select no step; "
-                "the end must be larger than the start"
+                f"--profile-step-start {self.profile_step_start} and --profile-step-end {self.profile_step_end} "
+                "select no step; the end must be larger than the start"
             )
 
 
@@ -138,20 +154,23 @@ def watch_problems(
 ) -> Iterator[str]:
     """Yield problems across these settings, and a missing wandb package. (A missing tensorboard is only a note.)"""
     if curves.wandb_project is not None and not _is_installed("wandb"):
-        yield "--wandb-project needs the package wandb: pip install wandb; --metrics-file needs no package"
+        yield "--wandb-project needs the package wandb (pip install wandb); --metrics-file needs no package"
     if log.log_progress and save is None:
         yield "--log-progress needs --save, the folder of progress.txt"
     writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
     if log.inspect is not None and log.metrics_file is None and not writes_curves:
-        yield "--inspect needs an output: give --metrics-file FILE (or --tensorboard-dir DIR, with the package tensorboard)"
+        yield (
+            "--inspect needs an output; give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
+            "tensorboard)"
+        )
     if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
-        yield "--log-timers-to-tensorboard needs timers: give --timing-log-level 1 or 2"
+        yield "--log-timers-to-tensorboard needs timers; give --timing-log-level 1 or 2"
     if profile.profile and curves.tensorboard_dir is None and save is None:
-        yield "--profile needs a folder for its trace: give --tensorboard-dir or --save"
+        yield "--profile needs a folder for its trace; give --tensorboard-dir or --save"
     wrong = [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]
     if wrong:
         ranks = f"0 to {world_size - 1}" if world_size > 1 else "0 only"
-        yield f"--profile-ranks {', '.join(map(str, wrong))}: this run has ranks {ranks}"
+        yield f"--profile-ranks {', '.join(map(str, wrong))}: there is no such rank; this run has the ranks {ranks}"
 
 
 def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:

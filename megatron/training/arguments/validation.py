@@ -52,52 +52,54 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
             yield f"{flag_of(name)} needs --save, the folder to write to"
     for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"):
         if getattr(checkpoint, name) and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-            yield f"{flag_of(name)} needs --load, the folder whose settings are taken"
+            yield f"{flag_of(name)} needs --load, the folder whose settings it uses"
     if checkpoint.async_save and checkpoint.save is None:
-        yield "--async-save needs --save, the folder to write to"
+        yield "--async-save needs --save, the folder to write to; give both, or leave out --async-save"
 
     # loading
     if checkpoint.load is None and checkpoint.ckpt_step is not None:
-        yield "--ckpt-step needs --load, the folder that is_direct_parent the iteration"
+        yield "--ckpt-step needs --load, the folder with that iteration"
     if checkpoint.load is None and checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
-        yield "--finetune needs weights to load: give --load DIR, or leave it out to start from initial weights"
+        yield "--finetune needs weights to load; give --load DIR, or leave --finetune out to start from initial weights"
     if checkpoint.finetune and config.learning_rate.use_checkpoint_opt_param_scheduler:
         yield (
-            "--use-checkpoint-opt_param-scheduler goes on with the schedules of the checkpoint's run, and "
-            "--finetune takes its "
-            "weights alone and begins at iteration 0; leave one of them out"
+            "--use-checkpoint-opt_param-scheduler resumes the schedules of the checkpoint's run, but --finetune "
+            "loads only its weights and starts at iteration 0; leave one of them out"
         )
     if checkpoint.load is None and checkpoint.exit_on_missing_checkpoint:
-        yield "--exit-on-missing-checkpoint needs --load, the folder whose checkpoint may be missing"
+        yield "--exit-on-missing-checkpoint needs --load, the folder to resume from"
     if checkpoint.load is None and config.training.skip_train and not config.validates:
         yield (
-            "--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters to validate (with --load "
-            "DIR), or leave "
-            "out --skip-train to train"
+            "--skip-train with --eval-iters 0 neither trains nor validates; raise --eval-iters to validate (with "
+            "--load DIR), or leave out --skip-train to train"
         )
 
     # folders of --save-hf
     if config.hf.save_hf is not None and config.training.skip_train:
-        yield "--save-hf writes what a run has trained, and --skip-train trains nothing; leave one of them out"
+        yield "--save-hf writes a trained model, but --skip-train trains nothing; leave one of them out"
     for name in ("save", "load", "pretrained_checkpoint"):
         folder = getattr(checkpoint, name)
         hf = config.hf.save_hf
         if folder and hf and same_folder(folder, hf):
-            yield f"--save-hf is the folder of {flag_of(name)}, {folder}; give a folder of its own"
+            yield f"--save-hf is also the folder of {flag_of(name)}, {folder}; give --save-hf a folder of its own"
         elif folder and hf and name != "save" and is_direct_parent(hf, folder):
             yield (
-                f"{flag_of(name)} {folder} is one of the folders of --save-hf {hf}, and this run would replace it where "
-                "it comes to that iteration; give --save-hf another folder"
+                f"{flag_of(name)} {folder} is one of the folders of --save-hf {hf}, and this run would overwrite it "
+                "when it reaches that iteration; give --save-hf another folder"
             )
     save = checkpoint.save
     hf = config.hf.save_hf
     if save and hf and iteration_of(path_of(hf).name) is not None and is_direct_parent(save, hf):
-        yield f"--save-hf {hf} has the name of a checkpoint of --save {save}; give another, such as {save}/hf"
+        yield (
+            f"--save-hf {hf} has the name of a checkpoint folder in --save {save}; give another folder, such as "
+            f"{save}/hf"
+        )
 
     # offload
     if config.offload.offload_params and stage < 3:
         yield (
-            f"--offload-params offloads parameter shards, and ZeRO stage {stage} has none; give --zero-stage 3, or leave it out"
+            f"--offload-params offloads parameter shards, but ZeRO stage {stage} does not shard parameters; give "
+            "--zero-stage 3, or leave out --offload-params"
         )
 
 
@@ -117,7 +119,7 @@ def _url_problems(config: Config, _: int) -> Iterator[str]:
                 continue
             flag = flags_of(field)[0]
             if field.name not in ("save", "load", "pretrained_checkpoint"):
-                yield f"{flag} {folder} is a URL, and what goes there needs a folder of this machine; give one"
+                yield f"{flag} {folder} is a URL, but must be a folder of this machine; give one"
                 continue
             try:
                 path_of(folder)
@@ -126,9 +128,12 @@ def _url_problems(config: Config, _: int) -> Iterator[str]:
     if save is None or not is_url(save):
         return
     if config.log.log_progress:
-        yield f"--log-progress adds lines to a file beside the checkpoints, and --save {save} takes whole objects; leave it out"
+        yield (
+            f"--log-progress appends to a file in --save, but --save {save} is an object store, which only "
+            "writes complete objects; leave out --log-progress"
+        )
     if config.profile.profile and config.tensorboard.tensorboard_dir is None:
-        yield f"--profile needs a folder of this machine for its trace, and --save {save} is none; give --tensorboard-dir"
+        yield f"--profile needs a local folder for its trace, but --save {save} is a URL; give --tensorboard-dir"
 
 
 def _guard_problems(config: Config, _: int) -> Iterator[str]:
@@ -136,18 +141,25 @@ def _guard_problems(config: Config, _: int) -> Iterator[str]:
     training = config.training
     if guard.iterations_to_skip and config.data.dataloader_type == "external":
         yield (
-            "--iterations-to-skip passes over samples by their number, and --dataloader-type external has none; "
-            "leave one of "
-            "them out"
+            "--iterations-to-skip skips samples by their number, but samples of --dataloader-type external have no "
+            "numbers; leave one of them out"
         )
     folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
     for flag, folder in folders.items():
         if folder and guard.bad_step_dir and same_folder(folder, guard.bad_step_dir):
-            yield f"--bad-step-dir is the folder of {flag}, whose latest checkpoint a dump without optimizer state would become"
+            yield (
+                f"--bad-step-dir is also the folder of {flag}; there a saved bad step, which has no optimizer "
+                "state, would become the latest checkpoint; give another folder"
+            )
     if guard.nan_action != "stop" and not training.check_for_nan_in_loss_and_grad:
-        yield "--nan-action skip needs the check that --no-check-for-nan-in-loss-and-grad switches off; leave one of them out"
+        yield (
+            "--nan-action skip needs the check for NaN, which --no-check-for-nan-in-loss-and-grad switches off; "
+            "leave one of them out"
+        )
     if guard.spike_action != "report" and not (guard.check_for_spiky_loss or guard.check_for_large_grads):
-        yield f"--spike-action {guard.spike_action} needs --check-for-spiky-loss or --check-for-large-grads"
+        yield (
+            f"--spike-action {guard.spike_action} needs a check; give --check-for-spiky-loss or --check-for-large-grads"
+        )
 
 
 def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -214,11 +226,11 @@ def _data_problems(config: Config, _: int) -> Iterator[str]:
     yield from source_problems or data.validation_problems()
     if data.full_validation and data.mock_data and config.training.eval_iters == 0:
         yield (
-            "--full-validation reads --mock-data, which have no end, for --eval-iters batches, and that is 0; "
-            "raise --eval-iters"
+            "--full-validation with --mock-data, which has no end, reads --eval-iters batches, but --eval-iters is "
+            "0; raise --eval-iters"
         )
     if config.fim.fim_data and config.data.mock_data:
-        yield "--fim-data rearranges text, and --mock-data has no text; leave one of them out"
+        yield "--fim-data reorders text, but --mock-data has no text; leave one of them out"
 
 
 def _model_problems(config: Config, _: int) -> Iterator[str]:
@@ -239,20 +251,23 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
 
     # precision
     if config.data_parallel.main_grads_dtype == "bf16" and not model.bf16:
-        yield "--main-grads-dtype bf16 needs --bf16; give both, or leave it out"
+        yield "--main-grads-dtype bf16 needs --bf16; give both, or leave out --main-grads-dtype"
     if config.optimizer.reuse_fp32_param and not model.bf16:
         if model.fp16:
-            precision = "--fp16, whose weights are no half of a float32"
+            precision = "--fp16, whose weights are not the upper half of a float32"
         else:
             precision = f"{'float64' if model.fp64 else 'float32'}, whose weights are the masters"
-        yield f"--reuse-fp32-param needs --bf16, and this model is in {precision}; leave it out"
+        yield f"--reuse-fp32-param needs --bf16, but this run uses {precision}; leave it out"
 
     # activations
     if model.distribute_saved_activations and (tp == 1 or sequence_parallel):
         instead = "or use --tensor-model-parallel-size"
         if tp > 1:
-            instead = "with --sequence-parallel, where they hold parts"
-        yield f"--distribute-saved-activations shards copies that tensor-parallel ranks hold; leave it out {instead}"
+            instead = "with --sequence-parallel, which shards them already"
+        yield (
+            "--distribute-saved-activations shards activations that tensor-parallel ranks would store as copies; "
+            f"leave it out {instead}"
+        )
 
     # tiles: not more than the tokens of a sample on a rank
     shortest = min((tokens for tokens in lengths.values() if tokens is not None), default=0)
@@ -260,7 +275,8 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     for flag, tiles in {"--tiled-mlp": model.tiled_mlp, "--tiled-loss": model.tiled_loss}.items():
         if shortest and tiles > max(rank_tokens, 1):
             yield (
-                f"{flag} {tiles} makes more tiles than a rank has tokens of a sample ({rank_tokens}); use at most {rank_tokens}"
+                f"{flag} {tiles} is more than the tokens of a sample on a rank ({rank_tokens}); give at most "
+                f"{rank_tokens}"
             )
 
     # layers
@@ -291,10 +307,13 @@ def _optimizer_problems(config: Config, _: int) -> Iterator[str]:
     if config.optimizer.reuse_fp32_param:
         reasons.append("--reuse-fp32-param (leave it out)")
     for reason in reasons:
-        yield f"--optimizer {config.optimizer.optimizer} updates whole matrices, and a rank has parts of them under {reason}"
+        yield (
+            f"--optimizer {config.optimizer.optimizer} updates complete matrices, but a rank has only parts of "
+            f"them with {reason}"
+        )
 
 
-_MOST_ACTIONS = 1_000_000  # of a schedule; every rank is_direct_parent all of it, about 300 MB with its transfers
+_MOST_ACTIONS = 1_000_000  # of a schedule; every rank holds all of it, about 300 MB with its transfers
 
 
 def _layer_problems(config: Config) -> Iterator[str]:
@@ -320,8 +339,8 @@ def _layer_problems(config: Config) -> Iterator[str]:
         recomputed = model.recompute_num_layers or 1
     if model.contiguous_checkpointing and offloaded >= recomputed:
         yield (
-            f"--contiguous-checkpointing is left with nothing by --cpu-offloading-num-layers {offloaded}: every input that "
-            "recomputed layers keep is offloaded; leave one of them out, or offload fewer layers"
+            f"--contiguous-checkpointing has no inputs to store: --cpu-offloading-num-layers {offloaded} offloads "
+            "the inputs of all recomputed layers; leave one of them out, or offload fewer layers"
         )
 
 
@@ -415,7 +434,7 @@ def _unit_problems(config: Config, _: int) -> Iterator[str]:
     training = config.training
     rate = config.learning_rate
     if training.train_iters is not None and training.train_samples is not None:
-        yield "--train-iters and --train-samples exclude each other; give one"
+        yield "--train-iters and --train-samples exclude each other; give only one of them"
         return
     unit, other = ("iters", "samples") if training.train_iters is not None else ("samples", "iters")
     if training.train_iters is not None or training.train_samples is not None:
@@ -428,9 +447,9 @@ def _unit_problems(config: Config, _: int) -> Iterator[str]:
             yield f"{flag_of(name)} needs --train-samples instead of --train-iters"
     for name in ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed"):
         if training.step_batch_size_schedule is not None and getattr(training, name):
-            yield f"--step-batch-size-schedule and {flag_of(name)} exclude each other; give one"
+            yield f"--step-batch-size-schedule and {flag_of(name)} exclude each other; give only one of them"
     if training.rampup_batch_size is not None and training.global_batch_size is None:
-        yield "--rampup-batch-size needs --global-batch-size, the size it ends with"
+        yield "--rampup-batch-size needs --global-batch-size, the batch size at its end"
 
 
 def _schedule_problems(config: Config, _: int) -> list[str]:

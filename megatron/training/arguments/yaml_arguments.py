@@ -72,19 +72,19 @@ def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(f"{YAML_FLAG} {path} needs the package PyYAML: pip install PyYAML") from None
+        raise ConfigError(f"{YAML_FLAG} {path} needs the package PyYAML (pip install PyYAML)") from None
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise ConfigError(f"{YAML_FLAG} {path} is longer than {_LARGEST >> 20} MB; name a file of settings")
+            raise ConfigError(f"{YAML_FLAG} {path} is longer than {_LARGEST >> 20} MB; give a file of settings")
         root = yaml.compose(content.decode("utf-8"), yaml.SafeLoader)
     except OSError as error:
-        raise ConfigError(f"{YAML_FLAG} {path} cannot be read: {error.strerror}; name a YAML file") from None
+        raise ConfigError(f"{YAML_FLAG} {path} cannot be read: {error.strerror}; give a YAML file") from None
     except RecursionError:
-        raise ConfigError(f"{YAML_FLAG} {path} is nested too deeply; write fewer groups within groups") from None
+        raise ConfigError(f"{YAML_FLAG} {path} is nested too deeply; write fewer groups inside groups") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{YAML_FLAG} {path} is not YAML: {' '.join(str(error).split())}; correct it") from None
+        raise ConfigError(f"{YAML_FLAG} {path} is not valid YAML: {' '.join(str(error).split())}; correct it") from None
     if root is None:
         return YamlFlags([], {}, [], {})
     if not isinstance(root, yaml.MappingNode):

@@ -73,8 +73,8 @@ def refuse_unexpected_parameters(
     if len(lacking) > _MAX_SHOWN:
         shown += f" and {len(lacking) - _MAX_SHOWN} more"
     raise ConfigError(
-        f"{checkpoint.folder} holds parameters that this run's model lacks: {shown}; it was written by another model, or with "
-        "other model flags"
+        f"{checkpoint.folder} contains parameters that this run's model lacks: {shown}; it was written by another "
+        "model, or with other model flags"
     )
 
 
@@ -189,7 +189,7 @@ def check_state(state: dict[str, Any], iteration: int, source: str) -> None:
     """
     config = state.get("config")
     if not isinstance(config, dict) or "transformer" not in config or "vocab_size" not in state:
-        raise ConfigError(f"{source} names no model; it was not written by a pretraining run")
+        raise ConfigError(f"{source} does not name its model; it was not written by a pretraining run")
 
     # types first: the further checks need them
     problems = []
@@ -248,7 +248,7 @@ def _problems_of_sums(log: dict[str, Any]) -> Iterator[str]:
     """Yield the sums of losses that are neither a number nor, as text, one that JSON lacks."""
     for name, total in log.get("sums", {}).items():
         if total not in ("nan", "inf", "-inf") and not _is_number(total):
-            yield f"log/sums/{name} is {total!r:.40}, not a number"
+            yield f"log/sums/{name} is {total!r:.40}; it must be a number"
 
 
 def _is_number(value: Any) -> bool:
@@ -386,7 +386,7 @@ def check_same_optimizer(runtime: Runtime, saved: dict[str, Any]) -> None:
     problem = _optimizer_state_problem(runtime.config, saved["config"]) or optimizer_problem(runtime.config, saved)
     if problem:
         load = runtime.config.checkpoint.load
-        raise ConfigError(f"--load {load} holds {problem}; --no-load-optim loads the weights alone")
+        raise ConfigError(f"--load {load} has {problem}; --no-load-optim loads only the weights")
 
 
 def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | None:
@@ -399,7 +399,7 @@ def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | Non
     if wrong:
         raise ConfigError([f"holds a state that no run has written: config/optimizer/{problem}" for problem in wrong])
     if now["optimizer"] != before["optimizer"]:
-        return f"the state of --optimizer {before['optimizer']}, this run has {now['optimizer']}"
+        return f"the state of --optimizer {before['optimizer']}, but this run uses {now['optimizer']}"
 
     # Compare part by part: Muon's momentum_buffer is of matrices alone, and sgd beside it has one of the other parameters.
     lacking: list[str] = []

@@ -150,7 +150,8 @@ def refuse_foreign_files(root: Path) -> None:
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise ConfigError(
-            f"--save-hf {root} holds {', '.join(others[:3])}{more}, which --save-hf has not written; give a folder of its own"
+            f"--save-hf {root} contains {', '.join(others[:3])}{more}, which --save-hf did not write; give a folder "
+            "of its own"
         )
 
 

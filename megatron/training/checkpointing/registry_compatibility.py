@@ -87,5 +87,5 @@ def optimizer_problem(config: Config, state: Mapping[str, Any]) -> str | None:
         before = function_before(state, setting)
         if before not in (None, now):
             name = state["config"]["optimizer"].get(setting)
-            return f"the state of --optimizer {name} that computes {before!r}, this run's computes {now!r}"
+            return f"the state of --optimizer {name} that computes {before!r}, but this run's computes {now!r}"
     return None

@@ -106,8 +106,8 @@ def _lock(suffix: str, folder: str, root: Path, held: contextlib.ExitStack) -> b
         return False
     if not is_ours:
         raise ConfigError(
-            f"--save{suffix} {folder}: another run saves there, and is alive; each would remove the other's unfinished files. "
-            "End that run or choose another folder"
+            f"--save{suffix} {folder}: another running job saves there, and each would remove the other's unfinished "
+            "files; end that job, or choose another folder"
         )
     return True
 

@@ -62,8 +62,9 @@ def is_allowed_tokenizer_change(runtime: Runtime, state: Mapping[str, Any], sour
     problem = f"{source} holds a model of another tokenizer than this run's ({runtime.tokenizer.name}): {difference}"
     if config.resize_token_embeddings is None and not config.allow_tokenizer_change:
         raise ConfigError(
-            f"{problem}; leave the flags of the tokenizer out to take the folder's, or give {_FLAG} tokens, which keeps the rows "
-            "of the tokens that both have, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
+            f"{problem}; leave out the tokenizer's flags to use the folder's tokenizer, or give {_FLAG} tokens to "
+            "keep the rows of tokens that both have. If equal ids mean the same, or will be learned anew, give "
+            "--allow-tokenizer-change"
         )
     print_rank_0(f"WARNING: {problem}")
     return True
@@ -146,7 +147,7 @@ def reused_rows(runtime: Runtime, checkpoint: Checkpoint, source: str) -> list[R
             return rows_by_id(saved_size, own_size)
         own_vocabulary = None if runtime.tokenizer is None else vocabulary_of(runtime.tokenizer)
         if own_vocabulary is None:
-            raise ConfigError(f"{_FLAG} tokens: this run's tokenizer has no tokens by name; give {_FLAG} ids")
+            raise ConfigError(f"{_FLAG} tokens: the tokenizer of this run does not name its tokens; give {_FLAG} ids")
         return rows_by_token(_vocabulary_of_run(state, source), own_vocabulary, saved_size, own_size)
 
     runs = [RowRun(*run) for run in _on_first(runtime, choose_rows)]
@@ -169,12 +170,12 @@ def _vocabulary_of_run(state: Mapping[str, Any], source: str) -> Vocabulary:
             config = build(TokenizerConfig, dict(state["config"].get("tokenizer", {})))
             tokenizer = build_tokenizer(config)
             if tokenizer_sha256(config, tokenizer) != sha256:
-                raise ValueError(f"the files of its {tokenizer.name} have changed since; put the old ones back")
+                raise ValueError(f"the files of its {tokenizer.name} have changed since; restore the old ones")
             vocabulary = vocabulary_of(tokenizer)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{_FLAG} tokens: the tokenizer of {source} cannot be read: {error}; {otherwise}") from error
     if vocabulary is None:
-        raise ConfigError(f"{_FLAG} tokens: no tokens by name are known of {source}; {otherwise}")
+        raise ConfigError(f"{_FLAG} tokens: {source} does not name the tokens of its tokenizer; {otherwise}")
     return vocabulary
 
 

@@ -65,8 +65,8 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
     names = _names_on_any_rank(own_names, world, device)
     if names:
         print_rank_0(
-            f"WARNING: this save lacks buffers that have changed since the model was built: {first_names(names)}; in a run that "
-            "resumes from it they begin anew, and it needs --allow-lost-buffers"
+            f"WARNING: this save lacks buffers that have changed since the model was built: {first_names(names)}; a "
+            "run that resumes from it needs --allow-lost-buffers, and starts with the buffers' initial values"
         )
     return names
 
@@ -121,9 +121,10 @@ def check_lost_buffers(lost: Sequence[str], source: str, *, allowed: bool) -> No
     text = f"{source} lacks buffers of the model that had changed when it was saved: {first_names(lost)}"
     if not allowed:
         raise ConfigError(
-            f"{text}; they would begin anew, and the model would compute something else. Give --allow-lost-buffers to go on so"
+            f"{text}; they would start at their initial values, and the model would compute something else; give "
+            "--allow-lost-buffers to continue nevertheless"
         )
-    print_rank_0(f"WARNING: {text}; they begin anew, as --allow-lost-buffers allows")
+    print_rank_0(f"WARNING: {text}; they start at their initial values, as --allow-lost-buffers allows")
 
 
 # ---------------------------------------------------------------- digests

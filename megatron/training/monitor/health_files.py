@@ -56,7 +56,7 @@ class HealthFiles:
         self._computed_samples = 0
         for path in list(self._files):
             if is_special(path):
-                output_streams.lose(str(path), "it is no regular file")
+                output_streams.lose(str(path), "it is not a regular file")
                 del self._files[path]
             else:
                 _remove_partial(path)

@@ -100,7 +100,8 @@ class Monitor:
         self._stragglers = None
         if log.log_straggler and runtime.device.module is not None:
             raise ConfigError(
-                "--log-straggler is not built yet for accelerators, whose waits the host does not see; leave it out"
+                "--log-straggler is not built on accelerators yet, because the host does not see how long they wait; "
+                "leave it out"
             )
         if log.log_straggler:
             self._stragglers = StragglerDetector(mesh["world"], runtime.device.torch_device, log.straggler_minmax_count)

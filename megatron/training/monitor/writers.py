@@ -105,7 +105,7 @@ class TensorBoardWriter(_LibraryWriter):
             self._writer = tensorboard.SummaryWriter(log_dir=folder, max_queue=queue_size)
         except OSError as error:
             raise ValueError(
-                f"--tensorboard-dir {folder} cannot be written: {error.strerror}; choose another"
+                f"--tensorboard-dir {folder} cannot be written: {error.strerror}; choose another folder"
             ) from error
 
     def write(self, record: Record) -> None:
@@ -179,7 +179,9 @@ class MetricsFile:
                 self._truncate_after(iteration)
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
-            raise ValueError(f"--metrics-file {path} cannot be written: {error.strerror}; choose another") from error
+            raise ValueError(
+                f"--metrics-file {path} cannot be written: {error.strerror}; choose another file"
+            ) from error
         self._missing: list[Record] = []  # since the last write that worked
         self._why = ""
 
@@ -270,7 +272,8 @@ def lines_until(text: str, iteration: int, name: str) -> str:
         except (ValueError, KeyError, TypeError, AttributeError):
             if is_complete or number == 1:
                 raise ValueError(
-                    f"--metrics-file {name}: line {number} is not a record of a run; give another name, or move the file"
+                    f"--metrics-file {name}: line {number} is not a record of a run; give another file, or move this "
+                    "one away"
                 ) from None
             break
         is_before = record_iteration < iteration or (record_iteration == iteration and not is_end)

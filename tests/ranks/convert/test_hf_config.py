@@ -144,11 +144,11 @@ def test_a_tiny_description_trains_at_tp_2_and_pp_2_as_in_one_process(case: str,
 @pytest.mark.parametrize(
     "text, told",
     [
-        (None, "is no file"),
+        (None, "is not a file"),
         ("{", "cannot be read"),
-        ('{"model_type": "llama", "model_type": "gpt2"}', "one key twice"),
+        ('{"model_type": "llama", "model_type": "gpt2"}', "the same key twice"),
         (json.dumps(CASES["llama"] | {"use_magic": True}), "use_magic (True)"),
-        (json.dumps(CASES["llama"] | {"model_type": "mystery"}), "model_type 'mystery'"),
+        (json.dumps(CASES["llama"] | {"model_type": "mystery"}), "model_type is 'mystery'"),
         (json.dumps(CASES["llama"] | {"num_hidden_layers": -3}), "num_hidden_layers is -3"),
     ],
 )

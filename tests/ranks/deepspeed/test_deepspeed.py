@@ -347,8 +347,8 @@ def test_an_unknown_operation_is_refused_not_summed(op: Any):
 @pytest.mark.parametrize(
     "environment, options, message",
     [
-        ({}, {"dist_backend": "mpi"}, "mpi is not available here; leave it out, or give 'gloo'"),
-        ({}, {"dist_backend": "cpu:gloo,cuda:ccl"}, "ccl is not available here"),
+        ({}, {"dist_backend": "mpi"}, "mpi is not available; leave dist_backend out, or give 'gloo'"),
+        ({}, {"dist_backend": "cpu:gloo,cuda:ccl"}, "ccl is not available"),
         (
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "MASTER_ADDR": "here"},
             {"auto_mpi_discovery": False},

@@ -167,8 +167,8 @@ class Unannounced(torch.autograd.Function):
 
 
 STAGES_AND_SAID = [
-    (0, True, "main_grad of a was changed without being opened"),
-    (2, True, "main_grad of a is used while"),
+    (0, True, "main_grad of a was changed without a call of open_main_grad"),
+    (2, True, "main_grad of a was used, but ZeRO stage 2 or 3 has released it"),
     (0, False, None),
 ]
 

@@ -206,9 +206,9 @@ def set_data(model: Words) -> None:
 AFTERWARDS = {
     "half": (
         lambda model: model.bfloat16(),
-        "table.weight, blocks.0.gain.*no longer a view of the trained buffer.*copy_",
+        "table.weight, blocks.0.gain.*not a view of the trained buffer any more.*copy_",
     ),
-    "data": (set_data, "head.weight: no longer a view of the trained buffer"),
+    "data": (set_data, "head.weight: not a view of the trained buffer any more"),
     "thawed": (lambda model: model.blocks[1].requires_grad_(True), "blocks.1.gain.*frozen when the model was wrapped"),
     "same type": (lambda model: model.double().to("cpu"), None),
     "copy": (lambda model: model.head.weight.data.copy_(torch.zeros(WORDS, WIDTH)), None),

@@ -144,7 +144,7 @@ def test_overwritten_scores_have_no_second_backward(traced: None):
     scores = values(3, 1, 8).requires_grad_()
     loss = sharded_cross_entropy(scores * 1, torch.zeros(3, 1).long(), ALONE, compiled=True, overwrite=True).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="overwritten the scores"):
+    with pytest.raises(RuntimeError, match="overwritten the logits"):
         loss.backward()
 
 

@@ -328,17 +328,20 @@ def test_tables_norms_biases_and_the_output_layer_are_left_to_the_other_optimize
 def test_a_vector_that_a_fork_gives_to_muon_is_refused():
     given = lambda name, placement: ParamGroup(optimizer="muon" if name.endswith("bias") else None)  # noqa: E731
     with pytest.raises(
-        RuntimeError, match=r"muon updates matrices, and .*bias is \(\d+,\); group_of must give it another"
+        RuntimeError,
+        match=r"muon updates only matrices, but .*bias has the shape \(\d+,\); group_of must give it another",
     ):
         run_ranks({}, lambda mesh: TinyTrainer(mesh, TINY_GPT2, Layout(), group_of=given))
 
 
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(
-        ConfigError, match=r"--muon-num-ns-steps is 5, and --muon-coefficient-type aol has 4 steps; .*polar_express"
+        ConfigError,
+        match=r"--muon-num-ns-steps is 5, but --muon-coefficient-type aol has coefficients for only 4 steps; "
+        ".*polar_express",
     ):
         MuonConfig(muon_coefficient_type="aol")
-    with pytest.raises(ConfigError, match="--muon-scalar-optimizer muon updates matrices alone; use adam or sgd"):
+    with pytest.raises(ConfigError, match="--muon-scalar-optimizer muon updates only matrices; use adam or sgd"):
         OptimizerConfig(optimizer="muon", muon_scalar_optimizer="muon")
     with pytest.raises(ConfigError, match=r"dist_muon.* --optimizer muon --use-distributed-optimizer"):
         OptimizerConfig(optimizer="dist_muon")

@@ -358,11 +358,8 @@ def test_another_optimizers_state_is_refused(tmp_path):
     saved = mine.config.as_json()
     check_same_optimizer(mine, {"config": saved})
     for settings, message in (
-        ({"optimizer": "sgd"}, "holds the state of --optimizer adam, this run has sgd; --no-load-optim"),
-        (
-            {"optimizer": "sgd", "sgd_momentum": 0.9},
-            "holds no momentum_buffer (--sgd-momentum was 0.0); --no-load-optim",
-        ),
+        ({"optimizer": "sgd"}, "has the state of --optimizer adam, but this run uses sgd; --no-load-optim"),
+        ({"optimizer": "sgd", "sgd_momentum": 0.9}, "has no momentum_buffer (--sgd-momentum was 0.0); --no-load-optim"),
     ):
         theirs = saved
         if "sgd_momentum" in settings:
@@ -375,13 +372,13 @@ def test_another_optimizers_state_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("before", "now", "lacking"),
     [
-        ({}, {"muon_scalar_optimizer": "sgd"}, "holds no momentum_buffer (--muon-scalar-optimizer was adam)"),
+        ({}, {"muon_scalar_optimizer": "sgd"}, "has no momentum_buffer (--muon-scalar-optimizer was adam)"),
         (
             {"muon_scalar_optimizer": "sgd", "sgd_momentum": 0.0},
             {"muon_scalar_optimizer": "sgd"},
-            "holds no momentum_buffer (--sgd-momentum was 0.0)",
+            "has no momentum_buffer (--sgd-momentum was 0.0)",
         ),
-        ({"muon_scalar_optimizer": "sgd"}, {}, "holds no exp_avg, exp_avg_sq (--muon-scalar-optimizer was sgd)"),
+        ({"muon_scalar_optimizer": "sgd"}, {}, "has no exp_avg, exp_avg_sq (--muon-scalar-optimizer was sgd)"),
         ({"muon_scalar_optimizer": "sgd"}, {"muon_scalar_optimizer": "sgd", "sgd_momentum": 0.0}, None),
         ({}, {"muon_scalar_optimizer": "adam-l2"}, None),
     ],

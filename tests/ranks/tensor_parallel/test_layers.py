@@ -306,7 +306,7 @@ def test_ids_outside_the_vocabulary_are_refused(t: int, wrong: int):
         layer(ids.clamp(0, 4))
         if wrong < 0:
             return sharded_cross_entropy(scores, ids, mesh["tp"], 5)[0]
-        with pytest.raises(ConfigError, match=rf"id {wrong}, .* 5 words"):
+        with pytest.raises(ConfigError, match=rf"id {wrong}, .* only 5 tokens"):
             sharded_cross_entropy(scores, ids, mesh["tp"], 5)
         return sharded_cross_entropy(scores, ids.clamp(0, 4), mesh["tp"], 5)[0]
 

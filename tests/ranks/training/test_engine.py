@@ -166,7 +166,7 @@ def test_a_parameter_of_two_groups_and_a_module_of_two_engines_are_refused():
         with pytest.raises(ConfigError, match="in more than one group"):
             Engine(model, ("adam", groups), EngineConfig(), mesh)
         Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
-        with pytest.raises(ConfigError, match="an engine's buffers already"):
+        with pytest.raises(ConfigError, match="already in the buffers of an engine"):
             Engine(model, ("adam", groups[:1]), EngineConfig(), mesh)
 
     run_ranks({"dp": 1}, work)
@@ -251,7 +251,7 @@ def test_names_that_scripts_of_deepspeed_import(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_with_different_models_are_told_apart():
     def work(mesh: Mesh) -> None:
         with pytest.raises(
-            RuntimeError, match=r"rank 1 has another model .* weight \[4, 5\] trained in the place of weight"
+            RuntimeError, match=r"rank 1 has another model .* weight \[4, 5\] trained where the other has weight"
         ):
             engine_of(nn.Linear(5, 3 + mesh.samples.rank), mesh, 0)
 

@@ -147,7 +147,7 @@ def test_functions_that_no_run_has_written_are_refused(trained, refused):
 def test_a_model_of_another_attention_does_not_generate(trained):
     checkpoint = open_checkpoint(trained(KERNELS, "auto", MEAN, ""))
     settings = read_saved_settings(checkpoint.state, "it")
-    with pytest.raises(ConfigError, match=re.escape("'auto of a script', and --attention-backend auto")):
+    with pytest.raises(ConfigError, match=re.escape("'auto of a script', but --attention-backend auto")):
         load_gpt(checkpoint, settings.transformer, vocab_size=settings.vocab_size, positions=settings.positions)
 
 
@@ -155,7 +155,7 @@ def test_a_refused_case_goes_to_no_kernel_of_another_function(monkeypatch):
     case = AttentionCase(torch.empty(1, 1, 4, 8), torch.empty(1, 1, 4, 8), None, 0.1)
     refuses = lambda case: "has no dropout" if case.dropout else None  # noqa: E731
     monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses, instead="unfused", computes="means"))
-    with pytest.raises(ConfigError, match=re.escape(f"unfused in its place computes {SOFTMAX!r}, not 'means'")):
+    with pytest.raises(ConfigError, match=re.escape(f"its replacement unfused computes {SOFTMAX!r}, not 'means'")):
         kernel_for("mean", case)
     assert kernel_for("mean", case._replace(dropout=0.0)) is KERNELS["mean"]
 

@@ -91,9 +91,9 @@ def test_scripts_read_and_give_the_settings_in_megatrons_types():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"window_size": "4096"}, "--window-size: '4096' is not L,0"),
+        ({"window_size": "4096"}, "--window-size: '4096' must be L,0"),
         ({"window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2 needs --window-size L,0"),
-        ({"window_size": "4,0", "window_attn_skip_freq": "[1,0]*3"}, "has 6 entries and --num-layers is 4"),
+        ({"window_size": "4,0", "window_attn_skip_freq": "[1,0]*3"}, "has 6 entries, but --num-layers is 4"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict, problem: str):

@@ -185,17 +185,20 @@ HOSTILE = {
     "another order of bytes": (zip_again(lambda n, d: (n, b"big" if "byteorder" in n else d, 0)), "byte order"),
     "a pickle that was changed": (bytes_changed(lambda d: d.find(b"dense") + 2, b"N"), "checksum"),
     "a comment after the end": (bytes_changed(len, b"comment"), "comment"),
-    "records beyond the file": (bytes_changed(lambda d: d.rfind(b"PK\6\6") + 48, b"\xff" * 8), "is a zip with"),
-    "no file of torch": (bytes_changed(lambda d: 0, b"GIF89a"), "no file of torch.save"),
-    "a header that moves its content": (moved, "not where its directory says"),
+    "records beyond the file": (
+        bytes_changed(lambda d: d.rfind(b"PK\6\6") + 48, b"\xff" * 8),
+        "directory is impossible",
+    ),
+    "no file of torch": (bytes_changed(lambda d: 0, b"GIF89a"), "not a file of torch.save"),
+    "a header that moves its content": (moved, "at the position that the zip directory says"),
     "strides of zero": (with_value(strided), "not row-major"),
-    "an object for a tensor": (in_model("x", Namespace(a=1)), "which is no tensor"),
-    "a name without a place": (in_model("layers.0.moe.weight", torch.zeros(3)), "no such tensor"),
-    "a list for a model": (with_value(spoiled_model), "holds"),
+    "an object for a tensor": (in_model("x", Namespace(a=1)), "which is not a tensor"),
+    "a name without a place": (in_model("layers.0.moe.weight", torch.zeros(3)), "no tensor of this name"),
+    "a list for a model": (with_value(spoiled_model), "which is not a tensor"),
     "another version": (with_value(lambda v: v.update(checkpoint_version=1.0)), "the first rank's of 2.0"),
     "an unknown version": (with_value(lambda v: v.update(checkpoint_version=7)), "checkpoint_version 7"),
     "ranks that differ": (in_model("final_layernorm.bias", torch.zeros(24, dtype=torch.float64)), "its ranks differ"),
-    "several dtypes": (in_model("layers.0.mlp.dense_h_to_4h.bias", torch.zeros(48)), "several dtypes"),
+    "several dtypes": (in_model("layers.0.mlp.dense_h_to_4h.bias", torch.zeros(48)), "dtype differs between ranks"),
     "a rank that is not there": (lambda root: (written(root) / RANK).parent.rename(root / "away"), "2 tensor-parallel"),
     "a rank's file that is not there": (lambda root: (written(root) / RANK).unlink(), "holds none of"),
     "a link out of the folder": (linked_out, "outside of the folder"),
@@ -209,14 +212,14 @@ HOSTILE = {
     "sizes beyond bounds": (args(hidden_size=1 << 50), "hidden_size"),
     "more heads than features": (args(num_attention_heads=7), "num_attention_heads"),
     "torch_dist: a command": (distributed(after=metadata_that_calls), "posix.system"),
-    "torch_dist: a path": (distributed(after=metadata(b"__0_0.distcp", b"../../x.dist")), "no name of a file"),
-    "torch_dist: a class that calls": (distributed(after=metadata(b"\x04Size", b"\x04load")), "no numbers"),
+    "torch_dist: a path": (distributed(after=metadata(b"__0_0.distcp", b"../../x.dist")), "not the name of a file"),
+    "torch_dist: a class that calls": (distributed(after=metadata(b"\x04Size", b"\x04load")), "not consist of numbers"),
     "torch_dist: no metadata": (distributed(after=lambda f: (f / ".metadata").write_bytes(b"")), "ends"),
     "torch_dist: a chunk is gone": (distributed(chunk_gone), "do not cover"),
     "torch_dist: a short file": (distributed(after=another_length), "__0_0.distcp"),
     "torch_dist: a tensor of no model": (
         distributed(lambda s: s.update({"x.weight": torch.ones(3)})),
-        "no such tensor",
+        "no tensor of this name",
     ),
     "torch_dist: a layer less": (distributed(num_layers=4), "3 layers, and args say 4"),
     "torch_dist: no args": (distributed(after=lambda f: (f / "common.pt").unlink()), "what the model computes"),
@@ -267,16 +270,16 @@ BAD_PICKLES = {
     "below a mark": (b"\x80\x02N(0.", "not there"),
     "a memory that is not there": (b"\x80\x02h\x07.", "no pickle"),
     "a number of a megabyte": (b"\x80\x02\x8b" + struct.pack("<I", 1 << 20) + bytes(1 << 20) + b".", "whole number"),
-    "a text of gigabytes": (b"\x80\x02X\xff\xff\xff\xffabc.", "ends within"),
-    "a text beyond memory": (b"\x80\x04\x8d" + b"\xff" * 8 + b"abc.", "ends within"),
-    "a module by another name": (b"\x80\x02cos\x0csystem\n)R.", "without an end"),
+    "a text of gigabytes": (b"\x80\x02X\xff\xff\xff\xffabc.", "ends too early"),
+    "a text beyond memory": (b"\x80\x04\x8d" + b"\xff" * 8 + b"abc.", "ends too early"),
+    "a module by another name": (b"\x80\x02cos\x0csystem\n)R.", "never ends"),
     "a name that is no text": (b"\x80\x04K\x01K\x02\x93.", "no text"),
     "a call of a number": (b"\x80\x02K\x01)R.", "no name"),
     "a key that is a list": (b"\x80\x02}]K\x01s.", "a key of type list"),
     "a key that is a deep tuple": (b"\x80\x02})" + b"\x85" * 90000 + b"K\x01s.", "a key of type tuple"),
-    "a state for a list": (b"\x80\x02]}b.", "gives a state"),
-    "an append to a dictionary": (b"\x80\x02}Na.", "no list"),
-    "items of a list": (b"\x80\x02]NNs.", "no dictionary"),
+    "a state for a list": (b"\x80\x02]}b.", "sets the state"),
+    "an append to a dictionary": (b"\x80\x02}Na.", "not a list"),
+    "items of a list": (b"\x80\x02]NNs.", "not a dictionary"),
 }
 
 
@@ -298,7 +301,7 @@ def test_the_work_of_a_pickle_is_bounded(monkeypatch):
 
 def test_a_pickle_larger_than_any_needs_is_not_read(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(read_torch_file, "MOST_BYTES", 500)
-    assert "read are up to 500" in refused(written(tmp_path))
+    assert "at most 500 can be read" in refused(written(tmp_path))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -192,7 +192,7 @@ def test_a_data_set_without_enough_samples_or_documents_is_named(files, tmp_path
 
 
 SETTINGS_AND_REASONS = [
-    ({"train_data_path": ["a"], "split": "1"}, "--split 1 has no meaning with data of each split's own"),
+    ({"train_data_path": ["a"], "split": "1"}, "--split 1 has no effect if each split has data of its own"),
     ({"data_path": []}, "--data-path: nothing is given; name a prefix"),
 ]
 

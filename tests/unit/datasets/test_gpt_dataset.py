@@ -298,7 +298,7 @@ def test_settings_that_cannot_work_say_what_to_change(data):
     refused("smaller --seq-length", (None, 0, 0), seq_length=10_000, **files)
     small = types.SimpleNamespace(vocab_size=50, eod=49)
     refused(
-        r"holds token \d+ \(sequence \d+, offset \d+\), but the tokenizer's vocabulary has 50",
+        r"contains token \d+ \(sequence \d+, offset \d+\), but the tokenizer's vocabulary has 50",
         tokenizer=small,
         seq_length=S,
         **files,

@@ -120,7 +120,7 @@ TOKENS_AND_REASONS = [
 
 def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
-    with pytest.raises(OSError, match="no regular file"), atomic_file(pipe):
+    with pytest.raises(OSError, match="not a regular file"), atomic_file(pipe):
         raise AssertionError
     assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
 
@@ -151,16 +151,16 @@ DAMAGE = {
     "short header": (INDEX[:20], "index of a token file"),
     "magic": (replaced(INDEX, 0, b"X"), "index of a token file"),
     "version": (replaced(INDEX, 9, b"\2"), "version 2"),
-    "dtype": (replaced(INDEX, 17, b"\x0b"), "unknown dtype code 11, known are 1 to 8"),
-    "truncated": (INDEX[:-1], "101 bytes, its header describes 102"),
-    "too long": (INDEX + b"\0", "103 bytes, its header describes 102"),
+    "dtype": (replaced(INDEX, 17, b"\x0b"), "unknown dtype code 11 \\(known are 1 to 8\\)"),
+    "truncated": (INDEX[:-1], "101 bytes, but its header describes 102"),
+    "too long": (INDEX + b"\0", "103 bytes, but its header describes 102"),
     "sequence count": (replaced(INDEX, 18, struct.pack("<Q", 2**60)), "copy is incomplete"),
     "multimodal": (INDEX + b"\0\0\0", "a mode for each sequence.*open it with multimodal=True"),
     "negative length": (replaced(INDEX, 34, struct.pack("<i", -3)), "sequence 0 has the negative length -3"),
     "start": (replaced(INDEX, 46 + 8, struct.pack("<q", 4)), "sequence 1 starts at byte 4"),
     "first document": (replaced(INDEX, 70, struct.pack("<q", 1)), "must rise from 0"),
     "falling documents": (replaced(INDEX, 78, struct.pack("<q", 3)), "must rise from 0"),
-    "last document": (replaced(INDEX, 94, struct.pack("<q", 2)), "must rise from 0 to 3"),
+    "last document": (replaced(INDEX, 94, struct.pack("<q", 2)), "must rise from 0 to the number of sequences, 3"),
     "no documents": (replaced(INDEX, 26, struct.pack("<Q", 0))[:70], "must rise from 0"),
     "other data": (replaced(INDEX, 17, b"\4").replace(struct.pack("<q", 6), struct.pack("<q", 12)), "10 bytes, but"),
 }

@@ -67,7 +67,7 @@ def test_every_key_of_the_documented_examples_is_answered():
         ({"zero_optimization": {"stge": 1}}, "did you mean zero_optimization.stage"),
         ({"zero_optimization": {"stage": 4}}, "it must be a whole number from 0 to 3"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "communication is not quantized"),
-        ({"gradient_clipping": "auto"}, "Trainer fills in"),
+        ({"gradient_clipping": "auto"}, "only transformers' Trainer replaces"),
         ({"fp16": {"enabled": "yes"}}, "it must be true or false"),
         ({"elasticity": {"enabled": True}}, "a job has one size"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "enable one"),
@@ -153,9 +153,13 @@ def test_schedules_have_their_published_rates():
     for kind, params, message in (
         ("StepLR", {}, "use LRRangeTest, OneCycle, WarmupLR"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, "warmup_num_steps = 'auto' must be a number"),
-        ("OneCycle", cycle | {"cycle_first_step_size": 0}, "a cycle of 0 updates up"),
+        ("OneCycle", cycle | {"cycle_first_step_size": 0}, "a cycle has 0 updates up"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "give 1 or more"),
-        ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 5}, "total_num_steps is 4, below"),
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": 4, "warmup_num_steps": 5},
+            r"total_num_steps is 4; it must be at least warmup_num_steps \(5\)",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             rates(kind, 1, **params)
@@ -207,7 +211,7 @@ def test_a_hostfile_becomes_torchruns_lines(tmp_path, capsys):
         (HOSTS, {"include": "worker-9"}, "no such node"),
         (HOSTS, {"exclude": "worker-0:4"}, "no such node or slot"),
         (HOSTS, {"include": "worker-0", "exclude": "worker-1"}, "exclude each other"),
-        (HOSTS, {"exclude": "worker-0:1"}, "equally many slots"),
+        (HOSTS, {"exclude": "worker-0:1"}, "the same number of slots"),
     ],
 )
 def test_hostfiles_and_filters_that_say_nothing_are_refused(text: str, options: dict, message: str):

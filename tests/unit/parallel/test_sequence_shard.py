@@ -85,7 +85,7 @@ def test_the_ring_computes_one_block_a_step():
 
 
 def test_a_length_that_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match="a sequence of 30 tokens: it must be a multiple of 4"):
+    with pytest.raises(ConfigError, match="a sequence has 30 tokens; it must have a multiple of 4"):
         SequenceShard(axis("cp", 2, 0)).local_length(30)
     with pytest.raises(ConfigError, match="and 6 of 4; change --seq-length"):
         SequenceShard(axis("cp", 2, 0), axis("tp", 4, 0)).local_length(12)

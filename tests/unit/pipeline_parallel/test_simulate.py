@@ -1,4 +1,4 @@
-"""Schedules on paper: times, memory, refusals of lists that cannot run, and what their drawings show_around."""
+"""Schedules on paper: times, memory, refusals of lists that cannot run, and what their drawings show."""
 
 import json
 from xml.etree import ElementTree

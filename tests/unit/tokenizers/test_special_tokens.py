@@ -262,10 +262,14 @@ def test_hashes_of_tokenizers_that_say_all_by_themselves_stay(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer_config", '{"eos_token": 5}', r"eos_token .* is 5, neither a string nor"),
-        ("tokenizer_config", '{"added_tokens_decoder": [1]}', r"added_tokens_decoder is \[1\], not an object"),
+        ("tokenizer_config", '{"eos_token": 5}', r"eos_token .* is 5; it must be a string, or an object"),
+        ("tokenizer_config", '{"added_tokens_decoder": [1]}', r"added_tokens_decoder is \[1\]; it must be an object"),
         ("tokenizer_config", '{"added_tokens_decoder": {"7": {}}}', r"added_tokens_decoder/7 is \{\}"),
-        ("tokenizer_config", '{"additional_special_tokens": "x"}', r"additional_special_tokens .* 'x', not a list"),
+        (
+            "tokenizer_config",
+            '{"additional_special_tokens": "x"}',
+            r"additional_special_tokens .* 'x'; it must be a list",
+        ),
         ("special_tokens_map", "{", "special_tokens_map.json is not valid JSON"),
         ("added_tokens", '{"<a>": "7"}', "added_tokens.json gives '<a>' the id '7'"),
     ],

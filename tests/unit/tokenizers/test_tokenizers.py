@@ -94,7 +94,7 @@ SETTINGS_AND_PROBLEMS = [
     ({"tokenizer_type": "HuggingFaceTokenizer"}, ["needs --tokenizer-model"]),
     ({"tokenizer_type": "NullTokenizer"}, ["needs --vocab-size"]),
     ({"vocab_size": 0}, ["must be at least 1"]),
-    ({"vocab_size": 4, "null_tokenizer_eod_id": 5}, ["--null-tokenizer-eod-id (5) must lie between"]),
+    ({"vocab_size": 4, "null_tokenizer_eod_id": 5}, ["--null-tokenizer-eod-id (5) must be between"]),
 ]
 
 
@@ -116,11 +116,11 @@ def test_unusable_files_are_named(tmp_path, small_gpt2):
     empty.write_text("{}")
     refused(FileNotFoundError, "--vocab-file .*nothing: there is no such file", "GPT2BPETokenizer", nothing, merges)
     refused(FileNotFoundError, "--merge-file .*nothing: there is no such file", "GPT2BPETokenizer", vocab, nothing)
-    refused(ValueError, "make no BPE", "GPT2BPETokenizer", merges, merges)
+    refused(ValueError, "do not form a BPE vocabulary", "GPT2BPETokenizer", merges, merges)
     (tmp_path / "none.txt").write_text("#version: 0.2\n")
     refused(ValueError, "has no <.endoftext.>", "GPT2BPETokenizer", str(empty), str(tmp_path / "none.txt"))
     refused(FileNotFoundError, "--tokenizer-model .*nothing.* Hub", "HuggingFaceTokenizer", tokenizer_model=nothing)
-    refused(ValueError, "empty is no tokenizer.json", "HuggingFaceTokenizer", tokenizer_model=str(empty))
+    refused(ValueError, "empty is not a tokenizer.json", "HuggingFaceTokenizer", tokenizer_model=str(empty))
     refused(ValueError, "set --tokenizer-type to one of BertWordPieceLowerCase, .*, NullTokenizer")
 
 

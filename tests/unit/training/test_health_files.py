@@ -119,7 +119,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, mon
     beacon = HealthFiles(*paths, train_iters=10, tokens_per_sample=100)
     beacon.step(1, 8, {}, computed_samples=8)
     assert pipe.is_fifo() and (tmp_path / "other").is_file()
-    assert capsys.readouterr().err.count("pipe cannot be written (it is no regular file)") == 1
+    assert capsys.readouterr().err.count("pipe cannot be written (it is not a regular file)") == 1
 
 
 def test_supervisors_read_which_outputs_are_lost(tmp_path):

@@ -24,7 +24,8 @@ def _refuse_custom_layers(**specs: Any) -> None:
     for stack, spec in specs.items():
         if any(layer != _OURS[stack] for layer in getattr(spec, "layer_specs", [spec])):
             raise NotImplementedError(
-                f"T5Model: layers of a script's own in the {stack} are not built; give get_t5_{stack}_with_local_block_spec(n)"
+                f"T5Model: a script's own layers in the {stack} are not built; give "
+                f"get_t5_{stack}_with_local_block_spec(n)"
             )
 
 
@@ -67,7 +68,7 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
         del fp16_lm_cross_entropy, rotary_percent  # the loss is taken in float32; there are no rotary positions
         if position_embedding_type == "rope" or seq_len_interpolation_factor is not None:
             raise NotImplementedError(
-                "T5Model: rotary positions are not built for a T5; relative or learned_absolute are"
+                "T5Model: rotary positions are not built for a T5; use relative or learned_absolute"
             )
         _refuse_custom_layers(encoder=transformer_encoder_layer_spec, decoder=transformer_decoder_layer_spec)
         run = get_global_state().run
@@ -105,8 +106,8 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
         ):
             if layers is not None and not requested:
                 raise ValueError(
-                    f"T5Model: add_{stack}=False for a stage that has layers of the {stack}; pass on what model_provider is "
-                    "given, and --pipeline-model-parallel-split-rank says where the decoder begins"
+                    f"T5Model: add_{stack}=False for a stage that has layers of the {stack}; pass on the arguments "
+                    "of model_provider, and set the decoder's first rank by --pipeline-model-parallel-split-rank"
                 )
 
     def _layers(self, spec: None, config: Any) -> dict[str, Any]:
@@ -118,9 +119,9 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
         of_run = state.run.config.transformer
         if (encoder_layers, decoder_layers) != (of_run.num_layers, of_run.decoder_layers):
             raise ValueError(
-                f"T5Model: {encoder_layers} layers of the encoder and {decoder_layers} of the decoder, but the run divides "
-                f"{of_run.num_layers} and {of_run.decoder_layers} among its stages; give --encoder-num-layers and "
-                "--decoder-num-layers as the configs have them"
+                f"T5Model: the configs have {encoder_layers} encoder and {decoder_layers} decoder layers, but the "
+                f"flags of this run give {of_run.num_layers} and {of_run.decoder_layers}; set --encoder-num-layers "
+                "and --decoder-num-layers to the configs' numbers"
             )
         stages_of_rank = state.mesh.stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
         stage = stages_of_rank[state.virtual_rank or 0]

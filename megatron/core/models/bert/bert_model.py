@@ -40,8 +40,7 @@ class BertModel(MegatronCoreModel, bert_stage.BertModel):
         del fp16_lm_cross_entropy  # the loss is taken in float32
         if return_embeddings or seq_len_interpolation_factor:
             raise NotImplementedError(
-                "return_embeddings (a BERT as an encoder of texts) and seq_len_interpolation_factor are not built yet; "
-                "leave them out"
+                "return_embeddings and seq_len_interpolation_factor are not built yet; leave them out"
             )
         super().__init__(
             config,

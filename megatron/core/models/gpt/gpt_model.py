@@ -83,7 +83,5 @@ class GPTModel(MegatronCoreModel, gpt_stage.GPTModel):
         labels: Tensor | None = None,
     ) -> Tensor:
         if decoder_input is not None:
-            raise NotImplementedError(
-                "decoder_input: hidden states in place of tokens are not built yet; pass input_ids"
-            )
+            raise NotImplementedError("decoder_input is not built yet; pass input_ids")
         return super().forward(input_ids, position_ids, attention_mask, labels)

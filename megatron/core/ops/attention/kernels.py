@@ -221,13 +221,14 @@ def kernel_for(name: str, case: AttentionCase) -> Kernel:
         reasons.append(why)
         if kernel.instead in tried or kernel.instead not in KERNELS:  # None, a circle, or no entry
             others = ", ".join(other for other in KERNELS if other not in tried)
-            raise ConfigError(f"--attention-backend {name} {why}, and this run needs it; give another of {others}")
+            raise ConfigError(f"--attention-backend {name} {why}, but this run needs it; give another of {others}")
         function = attention_function(name)
         function_instead = attention_function(kernel.instead)
         if function_instead != function:
             raise ConfigError(
-                f"--attention-backend {name} {why}, and {kernel.instead} in its place computes {function_instead!r}, not "
-                f"{function!r}: change `instead` or `computes` of KERNELS[{tried[-1]!r}], or give another backend"
+                f"--attention-backend {name} {why}, and its replacement {kernel.instead} computes "
+                f"{function_instead!r}, not {function!r}; change `instead` or `computes` of KERNELS[{tried[-1]!r}], "
+                "or give another backend"
             )
         tried.append(kernel.instead)
         kernel = KERNELS[kernel.instead]

@@ -43,9 +43,9 @@ class CompileConfig(FlagConfig):
 
     compile: Literal["off", "regions", "layers"] = option(
         "off",
-        "torch.compile: regions: the work between matrix products (norms, activations, rotary positions, cross "
-        "entropy); layers: matrix products too; a layer that cannot be compiled so runs as with regions, and the log gives "
-        "the reason; needs a C++ compiler for a CPU, Triton elsewhere, and is off without",
+        "what torch.compile compiles: regions: the operations between matrix products (norms, activations, rotary "
+        "positions, cross entropy); layers: whole layers, or regions where a layer cannot be compiled, with the "
+        "reason in the log. Needs a C++ compiler on a CPU and Triton on other devices; nothing is compiled without it",
     )
 
 

@@ -179,7 +179,7 @@ def stages_in(schedule: Schedule) -> StageMap:
         if len(ranks_of_stage[stage]) != 1:
             problems.append(f"stage {stage} is on ranks {sorted(ranks_of_stage[stage])}")
     if problems:
-        raise ValueError(f"schedule: {'; '.join(problems)}; a stage must be on one rank")
+        raise ValueError(f"schedule: {'; '.join(problems)}; all actions of a stage must be on one rank")
     return StageMap(tuple(ranks_of_stage[stage].pop() for stage in range(len(ranks_of_stage))))
 
 
@@ -239,6 +239,6 @@ def _check_groups(name: str, p: int, m: int, v: int, *, instead: str) -> None:
     check_sizes(name, p, m, v)
     if m % p:
         raise ValueError(
-            f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); "
-            f"use {instead}, or change --global-batch-size"
+            f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); use {instead}, or change "
+            "--global-batch-size"
         )

@@ -84,12 +84,12 @@ def _problems_of_type(schedule: Any) -> Iterator[str]:
         return
     for rank, actions in enumerate(schedule):
         if not isinstance(actions, Sequence):
-            yield f"for rank {rank} it returned a {type(actions).__name__}; {expected}"
+            yield f"for rank {rank} it returned a value of type {type(actions).__name__}; {expected}"
             return
         others = [entry for entry in actions if not isinstance(entry, Action)]
         if others:
             kind = type(others[0]).__name__
-            yield f"for rank {rank} it returned {others[0]!r:.40}, a {kind}, among the actions; {expected}"
+            yield f"for rank {rank} it returned {others[0]!r:.40} (type {kind}) among the actions; {expected}"
             return
 
 

@@ -219,8 +219,8 @@ def _check_cost(schedule: Schedule, cost: Mapping[Op, float]) -> None:
     unpriced = sorted({action.op.name for actions in schedule for action in actions if action.op not in cost})
     if unpriced:
         raise ValueError(
-            f"simulate: no cost for {', '.join(unpriced)}, only for {', '.join(op.name for op in cost)}; "
-            "pass the schedule before add_transfers and add_reduce"
+            f"simulate: the cost of {', '.join(unpriced)} is missing; `cost` has only "
+            f"{', '.join(op.name for op in cost)}; pass the schedule as it is before add_transfers and add_reduce"
         )
     # With a cost of zero the order of actions at the same moment would be undefined.
     not_positive = [f"{op.name} ({value})" for op, value in cost.items() if not value > 0]
