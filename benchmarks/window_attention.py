@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.ops.attention.kernels import AttentionCase, kernel_for
+from megatron.core.ops.attention.kernels import AttentionCase, kernel_or_fallback
 from megatron.core.ops.attention.masks import with_window
 from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 
@@ -37,7 +37,7 @@ def seconds(heads: list[torch.Tensor], grad: torch.Tensor, before: int | None) -
     dropout = AttentionDropout(0.0, SampleDropoutKeys(0), 0, 0)
     start = time.perf_counter()
     cpu_start = time.process_time()
-    kernel = kernel_for("fused", AttentionCase(*heads[:2], mask, 0.0))
+    kernel = kernel_or_fallback("fused", AttentionCase(*heads[:2], mask, 0.0))
     kernel.compute(*heads, mask, dropout).backward(grad)
     return time.perf_counter() - start, time.process_time() - cpu_start
 

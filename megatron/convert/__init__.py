@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from megatron.convert.formats.find_megatron_folder import unsupported_format_hint as unsupported_format_hint
     from megatron.convert.import_checkpoint import copy_checkpoint as copy_checkpoint
     from megatron.convert.open_any_format import (
-        describe_model as describe_model,
         is_foreign as is_foreign,
+        model_from_hf_config as model_from_hf_config,
         open_any as open_any,
         open_foreign as open_foreign,
         settings_of_foreign_folder as settings_of_foreign_folder,
@@ -42,7 +42,7 @@ __getattr__, __dir__ = lazy_names(
         ".families.family": "Family ParamMapping",
         ".families.registry": "FAMILIES",
         ".formats.find_megatron_folder": "unsupported_format_hint",
-        ".open_any_format": "describe_model is_foreign open_any open_foreign settings_of_foreign_folder",
+        ".open_any_format": "model_from_hf_config is_foreign open_any open_foreign settings_of_foreign_folder",
         ".export_checkpoint": "write_hf_folder",
     },
 )

@@ -58,11 +58,11 @@ def missing_parameters(state: Mapping[str, Any], tensors: Collection[str]) -> li
         optional = binary_head_parameters(config)
         if {*optional} <= {*missing}:
             missing = [name for name in missing if name not in optional]
-    absent_heads = {*absent_heads_in(state)}
+    absent_heads = {*recorded_absent_head_params(state)}
     return [name for name in missing if name not in absent_heads]
 
 
-def absent_heads_in(state: Mapping[str, Any]) -> list[str]:
+def recorded_absent_head_params(state: Mapping[str, Any]) -> list[str]:
     """Return the parameters of heads that the architecture lacks.
 
     Raises ConfigError for a state that no run has written.
@@ -92,7 +92,7 @@ def check_complete(
         raise CheckpointError(source, problems, missing_tensors_advice(state))
     for name in missing:
         note(f"WARNING: {source} lacks {with_hf_names(state, name)}: what is written lacks it too")
-    absent_heads = absent_heads_in(state)
+    absent_heads = recorded_absent_head_params(state)
     if absent_heads:
         note(
             f"{source} has no {describe_heads(absent_heads)}, as its architecture: what is written has none; a run draws "

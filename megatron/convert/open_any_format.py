@@ -49,7 +49,7 @@ class ConfigOnlyModel(NamedTuple):
     origin: Provenance  # recorded in the checkpoints of a run that starts from it
 
 
-def describe_model(path: Path) -> ConfigOnlyModel:
+def model_from_hf_config(path: Path) -> ConfigOnlyModel:
     """Return the model that a config.json, or a folder with one, describes.
 
     A folder adds its tokenizer's settings and files; a config.json on its own says nothing of the files beside it.

@@ -12,7 +12,12 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import not_built
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.parallel.global_state import get_global_state, get_mesh, model_parallel_is_initialized, use_mesh  # noqa: F401
+from megatron.core.parallel.global_state import (  # noqa: F401
+    get_global_state,
+    get_mesh,
+    model_parallel_is_initialized,
+    set_thread_mesh,
+)
 from megatron.core.parallel.initialize_distributed import (  # noqa: F401
     agreement_axis,
     available_backends,

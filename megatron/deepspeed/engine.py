@@ -30,7 +30,7 @@ from megatron.deepspeed.comm import get_local_rank
 from megatron.deepspeed.ds_config_scheduler import make_schedule
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
 from megatron.deepspeed.settings import Settings, load_ds_config, read_settings
-from megatron.deepspeed.zero import join
+from megatron.deepspeed.zero import ensure_data_parallel_groups
 from megatron.training.zero_engine import Engine
 
 _MOST_TAG = 1 << 12  # bytes
@@ -230,7 +230,7 @@ def initialize(
         raise ConfigError("initialize(mpu=...): call megatron.core.mpu.initialize_model_parallel() before it")
 
     # process groups, settings, device
-    join(dist_init_required, distributed_port)
+    ensure_data_parallel_groups(dist_init_required, distributed_port)
     samples = get_mesh().samples  # the axis of data-parallel ranks
     settings = read_settings(load_ds_config(configs[0]), samples.size)
     device = Device.select(local_rank=get_local_rank())

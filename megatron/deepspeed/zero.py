@@ -40,7 +40,7 @@ class Init:
             self._sharded_init().take(module)
 
     def _sharded_init(self) -> ShardedInit:
-        join()
+        ensure_data_parallel_groups()
         return ShardedInit(get_mesh().samples, self._dtype)
 
     def __enter__(self) -> "Init":
@@ -52,7 +52,7 @@ class Init:
             self._block.__exit__(*error)
 
 
-def join(dist_init_required: bool | None = None, distributed_port: int | None = None) -> None:
+def ensure_data_parallel_groups(dist_init_required: bool | None = None, distributed_port: int | None = None) -> None:
     """Initialize the data-parallel process groups, unless the script has done so. Every rank must call."""
     if not model_parallel_is_initialized():
         init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)

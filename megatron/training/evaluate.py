@@ -27,7 +27,7 @@ def first_sample_and_batches(number: int, num_batches: int, batch_size: int, set
     return number % windows * num_batches * batch_size, num_batches
 
 
-def samples_to_evaluate(
+def first_sample_and_microbatches(
     evaluated: EvaluatedSet, iteration: int, config: TrainingConfig, batch_size: int, samples_at_once: int
 ) -> tuple[int, int]:
     """Return (first sample, microbatches of each rank) of the validation after an iteration.

@@ -256,7 +256,7 @@ def _print_line(message: str) -> None:
     except OSError as error:  # raised by an object with which the script has replaced standard output
         if output_streams.answers_failed():  # the output of a tool, which must not be lost
             raise
-        output_streams.lose("the log", error)
+        output_streams.report_lost_output("the log", error)
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -26,12 +26,12 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
-from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_note, embedding_rows_problem
+from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_rows_problem, ids_without_row_note
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.offload.offload_folder import offload_folder_conflicts, remove_surplus_rank_folders
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops import cpu_half_precision_matmul as matmul
-from megatron.core.ops.compile.compiled_region import agree_on_compiling
+from megatron.core.ops.compile.compiled_region import compile_if_all_ranks_can
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
@@ -184,7 +184,7 @@ def build_runtime(settings: Settings, mesh: Mesh) -> Runtime:
     # how to compute half-precision matrix products, and whether to compile
     matmul_modes = choose_matmul_modes(config, world, device, settings.notes)
     get_global_state().matmul_modes = matmul_modes
-    settings.notes.extend(agree_on_compiling(config.transformer, device.torch_device, world))
+    settings.notes.extend(compile_if_all_ranks_can(config.transformer, device.torch_device, world))
 
     # the hash of the data, which checkpoints record; the first rank alone reads the files
     data_hash = None
@@ -262,7 +262,7 @@ def parse_and_check_settings(
     notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
     notes += _notes_of_settings(config, world_size)
     if tokenizer is not None:
-        note = embedding_note(tokenizer, vocab_size_of(config, tokenizer))
+        note = ids_without_row_note(tokenizer, vocab_size_of(config, tokenizer))
         if note is not None:
             notes.append(note)
     offloads_activations = config.transformer.cpu_offloading_num_layers > 0

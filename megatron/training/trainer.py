@@ -36,7 +36,7 @@ from megatron.training.build import DatasetsProvider, build_chunks, refuse_toget
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.checkpointing.save_manager import SaveManager
-from megatron.training.evaluate import evaluate, samples_to_evaluate
+from megatron.training.evaluate import evaluate, first_sample_and_microbatches
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import ExitConditions
 from megatron.training.global_vars import Runtime, is_last_rank, print_rank_0, print_rank_last
@@ -485,7 +485,7 @@ class Trainer:
     def _evaluate(self, evaluated: EvaluatedSet, *, at_end: bool) -> None:
         """Evaluate one set and report its losses. Every rank must call."""
         with self.log.paused(), rank_status.during("validating", then="training"):
-            first_sample, num_microbatches = samples_to_evaluate(
+            first_sample, num_microbatches = first_sample_and_microbatches(
                 evaluated, self.state.iteration, self.config.training, self.batch_size, self.runtime.samples_at_once
             )
             losses = evaluate(

@@ -209,7 +209,7 @@ def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.ExitOnInterrup
             output_streams.print_stderr(message)
             if interruption is not None:
                 sys.exit(keyboard_interrupt.CODE)
-            sys.exit(failure_shutdown.code_of(error))
+            sys.exit(failure_shutdown.exit_code_of_failed_run(error))
 
         # a job of several processes: tell the other ranks
         code = failure_shutdown.report(error, interruption)

@@ -108,8 +108,8 @@ class Engine(nn.Module):
             name, groups = torch_optimizer_wrapper.groups_of_torch(optimizer)
         else:
             name, groups = optimizer
-        optimizer_config = torch_optimizer_wrapper.config_of_groups(name, groups, config.clipping)
-        group_numbers = torch_optimizer_wrapper.group_numbers(module, groups)
+        optimizer_config = torch_optimizer_wrapper.common_config_of_groups(name, groups, config.clipping)
+        group_numbers_freezing_others = torch_optimizer_wrapper.group_numbers_freezing_others(module, groups)
 
         # broadcast the first rank's values, in the precision of training
         dtype = getattr(torch, config.precision) if config.precision else None
@@ -138,7 +138,7 @@ class Engine(nn.Module):
             self.chunk.buffers,
             optimizer_config,
             mesh,
-            group_of=torch_optimizer_wrapper.by_number(group_numbers),
+            group_of=torch_optimizer_wrapper.by_number(group_numbers_freezing_others),
             scaler=scaler,
             device=self.device,
             offload_store=optimizer_store,

@@ -310,11 +310,11 @@ def folders(base: Path, numbers: list[int], seed: int) -> Iterator[dict[str, Any
 def alone() -> Iterator[Any]:
     """The mesh of one rank, in this thread, where a signal may end what hangs."""
     mesh = build_mesh(AxisSizes(), 0, lambda name, ranks: None)
-    parallel_state.use_mesh(mesh)
+    parallel_state.set_thread_mesh(mesh)
     try:
         yield mesh
     finally:
-        parallel_state.use_mesh(None)
+        parallel_state.set_thread_mesh(None)
 
 
 # ---------------------------------------------------------------- all of them

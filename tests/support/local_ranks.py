@@ -258,7 +258,7 @@ def run_ranks(
         turns.enter(rank)
         try:
             mesh = build_mesh(sizes, rank, make_group, ranks_per_kv_head, stages=stages)
-            parallel_state.use_mesh(mesh)
+            parallel_state.set_thread_mesh(mesh)
             results[rank] = work(mesh)
             left = [what for group in groups for what in group.unfinished()]
             assert not left, f"nobody waited for {left}"
@@ -267,7 +267,7 @@ def run_ranks(
             turns.failed = True
             turns.wake_all()
         finally:
-            parallel_state.use_mesh(None)
+            parallel_state.set_thread_mesh(None)
             turns.hand_over()
 
     threads = [threading.Thread(target=one, args=(rank,), name=_NAME + str(rank)) for rank in range(sizes.world_size)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.memory.memory_advice import less_with
+from megatron.training.memory.memory_advice import flags_that_reduce
 from megatron.training.memory.peak_along_schedule import RankMemory, forecast, worst
 from megatron.training.memory.report import amount, table
 from tools.configuring.layouts import FLOPS_A_BYTE, Layout, Loss, Work, layouts, least_memory, loss, ranked
@@ -101,7 +101,7 @@ def _nothing_fits(
     return [
         f"no layout fits {amount(capacity)} a rank; {layout} needs least, {amount(memory.total)} ({parts_as_text}): "
         f"{amount(memory.total - capacity)} too much",
-        f"less with {less_with(config, work.ranks, largest_part, shares=0)}",
+        f"less with {flags_that_reduce(config, work.ranks, largest_part, shares=0)}",
         *_more_machines(work, capacity),
     ]
 

@@ -120,7 +120,7 @@ def take_first(tensors: Sequence[TensorInFile]) -> TensorParts:
     yield TensorPart(whole(x.shape), View.of(0, x.shape), x)
 
 
-def concat_gate_up(tensors: Sequence[TensorInFile]) -> TensorParts:
+def concat_gate_up_shards(tensors: Sequence[TensorInFile]) -> TensorParts:
     """Join shards of a gated MLP: [2 f / tp, ..] -> [2 f, ..].
 
     Each rank has rows of the gate, then rows of up; ours has all of the gate first.
@@ -138,14 +138,14 @@ def concat_qkv_version_0(heads: HeadCounts) -> Join:
     """
 
     def join(tensors: Sequence[TensorInFile]) -> TensorParts:
-        by_head = []
+        flatten_batch_and_heads = []
         for view in _views(tensors):
             q, k, v = view.parts((view.shape[0] // 3,) * 3)
             local_heads = _local_heads(view, heads)
             parts = [x.parts((heads.width,) * local_heads) for x in (q, k, v)]
             for head in zip(*parts):
-                by_head += head
-        return _concatenated(by_head, tensors)
+                flatten_batch_and_heads += head
+        return _concatenated(flatten_batch_and_heads, tensors)
 
     return join
 
@@ -157,15 +157,17 @@ def concat_qkv_version_1(heads: HeadCounts) -> Join:
     """
 
     def join(tensors: Sequence[TensorInFile]) -> TensorParts:
-        by_head = []
+        flatten_batch_and_heads = []
         for view in _views(tensors):
             row_stride, *other_strides = view.strides
             for head in view.parts((3 * heads.width,) * _local_heads(view, heads)):
                 shape = (heads.width, *view.shape[1:])
                 strides = (3 * row_stride, *other_strides)  # every third row
                 for part in range(3):  # q, k, v
-                    by_head.append(View(view.tensor_index, shape, strides, head.start + part * row_stride))
-        return _concatenated(by_head, tensors)
+                    flatten_batch_and_heads.append(
+                        View(view.tensor_index, shape, strides, head.start + part * row_stride)
+                    )
+        return _concatenated(flatten_batch_and_heads, tensors)
 
     return join
 
@@ -213,7 +215,7 @@ def find_join_rule(name: str, heads: HeadCounts, version: float, is_gated: bool)
             return concat_qkv_version_1(heads)
         return concat_rows
     if name in _FC1:
-        return concat_gate_up if is_gated else concat_rows
+        return concat_gate_up_shards if is_gated else concat_rows
     if name in _SHARDED:
         return _SHARDED[name]
     return take_first if _REPLICATED.fullmatch(name) else None

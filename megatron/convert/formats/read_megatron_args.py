@@ -34,7 +34,7 @@ _MOST_LIST = 100_000
 _MOST_TEXT = 100_000
 
 
-def plain_args(value: Any) -> dict[str, Any]:
+def plain_args_from_pickle(value: Any) -> dict[str, Any]:
     """Return a namespace as plain values: numbers, texts and lists of them.
 
     Any other value becomes the name of its type.

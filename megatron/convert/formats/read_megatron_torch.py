@@ -24,7 +24,7 @@ from megatron.convert.formats.megatron_param_mapping import (
 )
 from megatron.convert.formats.pickle_as_data import PickleError
 from megatron.convert.formats.read_hf_folder import are_equal
-from megatron.convert.formats.read_megatron_args import plain_args, settings_of_args
+from megatron.convert.formats.read_megatron_args import plain_args_from_pickle, settings_of_args
 from megatron.convert.formats.read_torch_file import TorchFile, read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.core.base.dataclass_flags import ConfigError
@@ -71,7 +71,7 @@ def read_classic(path: Path) -> MegatronModel:
             raise CheckpointError(path / name, str(error), FETCH_AGAIN) from error
         chunks = len(ranks[rank])
         if version is None:
-            args = plain_args(file.values.get("args"))
+            args = plain_args_from_pickle(file.values.get("args"))
             version = rank_version
         elif rank_version != version or chunks != len(ranks[0, 0]):
             wrong = (
@@ -97,7 +97,7 @@ def args_and_vocab_size(path: Path) -> tuple[ModelSettings, dict[str, Any], int]
         tensors = _chunks_of(file)[0]
     except PickleError as error:
         raise CheckpointError(path / file.name, str(error), FETCH_AGAIN) from error
-    args = plain_args(file.values.get("args"))
+    args = plain_args_from_pickle(file.values.get("args"))
     settings = settings_of_args(args, f"{path / file.name}: args")
     for name, x in tensors.items():
         if map_param_name(name).name == WORD_EMBEDDINGS and x.shape:

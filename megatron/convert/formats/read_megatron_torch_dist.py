@@ -19,7 +19,7 @@ from megatron.convert.families.weight_layout import View
 from megatron.convert.formats.find_megatron_folder import COMMON
 from megatron.convert.formats.megatron_param_mapping import TensorPart, has_bert_heads, is_known, map_param_name
 from megatron.convert.formats.read_hf_folder import are_equal, path_inside
-from megatron.convert.formats.read_megatron_args import plain_args, settings_of_args
+from megatron.convert.formats.read_megatron_args import plain_args_from_pickle, settings_of_args
 from megatron.convert.formats.read_megatron_torch import MegatronModel, head_counts
 from megatron.convert.formats.read_torch_dcp import BoxInFile, DcpFolder, read_dcp
 from megatron.convert.formats.read_torch_file import read_torch_file
@@ -73,7 +73,7 @@ def _settings_and_args(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]
         raise ConfigError(
             f"{folder.path} has neither {COMMON} nor common_state; without them it is not known what the model computes"
         )
-    args = plain_args(values.get("args")) if isinstance(values, dict) else {}
+    args = plain_args_from_pickle(values.get("args")) if isinstance(values, dict) else {}
     source = f"{folder.path / file.name}: args"
     if not args:
         raise ConfigError(f"{source} are missing, which say what the model computes")

@@ -3,7 +3,7 @@
     keep_running(rank)    from now on a write to standard output or standard error raises nothing
     until_reader_ends(f)  for a tool, whose standard output is its answer: it ends when nobody reads the answer any more
     print_stderr(text)    print on standard error, for threads and exits that must continue even if the text is lost
-    lose(output, why)     of any other output: report it once, and record it in `losses`
+    report_lost_output(output, why)     of any other output: report it once, and record it in `losses`
 
 The kind of a standard stream decides what follows a failed write:
 
@@ -124,7 +124,7 @@ class StandardStream(io.RawIOBase):
         if not _is_file(self._handle):
             self._is_gone = True
             _lead_nowhere(self._handle)
-        lose(self._output, self._why)
+        report_lost_output(self._output, self._why)
 
 
 def _is_file(handle: int) -> bool:
@@ -186,7 +186,7 @@ def _is_open(handle: int) -> bool:
     return True
 
 
-def lose(output: str, why: object) -> None:
+def report_lost_output(output: str, why: object) -> None:
     """Report once that an output has failed, on a standard stream that can be written.
 
     Any thread may call, and a signal handler. why: an OSError, or a text.

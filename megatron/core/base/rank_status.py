@@ -263,7 +263,7 @@ def write_to(writer: RankStatusWriter | None) -> None:
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def without_recording_calls() -> Iterator[None]:
     """Write no calls inside the block: they reach no other rank."""
     writer = _writer
     write_to(None)

@@ -21,7 +21,7 @@ def tokenizer_name(tokenizer: Any) -> str:
     return f"{name} {path}" if path else name
 
 
-class LimitedTokenizer:
+class CappedVocabTokenizer:
     """A tokenizer whose `vocab_size` is the number of rows of the embedding, which is smaller than its number of ids.
 
     without_row: the tokens of the other ids, for messages. All other attributes are those of the tokenizer.
@@ -41,12 +41,12 @@ class LimitedTokenizer:
 
 def ids_without_row(tokenizer: Any) -> Mapping[int, str]:
     """Return the tokens, by id, that the model's embedding has no row for."""
-    return tokenizer.without_row if isinstance(tokenizer, LimitedTokenizer) else {}
+    return tokenizer.without_row if isinstance(tokenizer, CappedVocabTokenizer) else {}
 
 
 def cap_vocab_size(tokenizer: Any, rows: int) -> Any:
     """Return the tokenizer, limited to the ids for which an embedding of so many rows has one."""
-    return tokenizer if tokenizer.vocab_size <= rows else LimitedTokenizer(tokenizer, rows)
+    return tokenizer if tokenizer.vocab_size <= rows else CappedVocabTokenizer(tokenizer, rows)
 
 
 _IN_SAMPLES = ("eod", "cls", "sep", "mask", "bos", "eos")  # tokens that data sets put into samples
@@ -84,7 +84,7 @@ def embedding_rows_problem(tokenizer: Any, rows: int) -> str | None:
     return None
 
 
-def embedding_note(tokenizer: Any, rows: int) -> str | None:
+def ids_without_row_note(tokenizer: Any, rows: int) -> str | None:
     """Return a line about ids without an embedding row; None if each has one."""
     without_row = ids_without_row(cap_vocab_size(tokenizer, rows))
     if not without_row:

@@ -37,7 +37,7 @@ def find(root: Path, iteration: int | None = None) -> CheckpointChoice:
         raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {format.LATEST}")
     if iteration is not None:
         return CheckpointChoice(iteration, _folder_of(root, iteration))
-    latest = latest_iteration(root)
+    latest = iteration_in_pointer_file(root)
     newest = newest_iteration(root)
     if latest is None and newest is None:
         wrong = f"holds no {format.LATEST}, so no checkpoint was finished in it"
@@ -72,7 +72,7 @@ def newest_iteration(root: Path) -> int | None:
     return max(saved_iterations(root), default=None)
 
 
-def latest_iteration(root: Path) -> int | None:
+def iteration_in_pointer_file(root: Path) -> int | None:
     """Return the iteration in the pointer file; None without the file.
 
     Raises CheckpointError if the file is damaged.

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, global_shape_offset_and_parts, tensor_at
-from megatron.core.dist_checkpointing.state_dict_io import KeyedTensor
+from megatron.core.dist_checkpointing.state_dict_io import TensorWithOwnKey
 from megatron.core.parallel.global_state import get_global_state
 
 
 @dataclass
-class ShardedTensor(KeyedTensor):
+class ShardedTensor(TensorWithOwnKey):
     """A rank's part of a tensor, given by its offset: for modules whose parameters have no placement.
 
     data: [local_shape]. replica_id: the rank whose id is 0, or all zeros, writes. Loading refuses a padded part whose

@@ -3,7 +3,7 @@
     save_state_dict(folder, {"model": dict(model.named_parameters()), "step": 3}, mesh)
     state = load_state_dict(folder, {"model": dict(model.named_parameters())}, mesh)       in any layout
 
-A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `KeyedTensor` says
+A tensor's `placement` says which part of the global tensor this rank holds; a `LocalTensor` or a `TensorWithOwnKey` says
 it itself. A tensor without a placement is unsharded and equal on every rank. Everything else must be plain JSON,
 equal on every rank.
 """
@@ -24,7 +24,7 @@ from megatron.core.sharding.placement import Placement, placement_of
 State = dict[str, Any]
 
 
-class KeyedTensor:
+class TensorWithOwnKey:
     """A tensor that is saved under its own `key`, whatever its position in the dict."""
 
     key: str
@@ -36,7 +36,7 @@ class KeyedTensor:
         raise NotImplementedError
 
 
-_TENSORS = Tensor | LocalTensor | KeyedTensor
+_TENSORS = Tensor | LocalTensor | TensorWithOwnKey
 
 
 def save_state_dict(
@@ -84,7 +84,7 @@ def _local_tensors(state: State, mesh: Mesh, prefix: str = "") -> dict[str, Loca
             tensors |= _local_tensors(value, mesh, f"{prefix}{name}/")
         elif isinstance(value, LocalTensor):
             tensors[prefix + name] = value
-        elif isinstance(value, KeyedTensor):
+        elif isinstance(value, TensorWithOwnKey):
             tensors[value.key] = value.local
         elif isinstance(value, Tensor):
             placement = placement_of(value) or Placement(tuple(value.shape), None, replicated_over=("mp",))
@@ -113,6 +113,6 @@ def _merged(state: State, values: State) -> State:
             merged[name] = value.detach()
         elif isinstance(value, LocalTensor):
             merged[name] = value.tensor
-        elif isinstance(value, KeyedTensor):
+        elif isinstance(value, TensorWithOwnKey):
             merged[name] = value.data
     return merged

@@ -89,7 +89,7 @@ def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ran
         with save_step(request.root, ranks):
             if ranks.rank == 0:
                 _make_empty_folder(request)
-        write(request, items, ranks)
+        write_pieces_and_manifest(request, items, ranks)
         make_latest(request, ranks)
     except Exception:
         if ranks.rank == 0:
@@ -149,7 +149,7 @@ def _clear_leftovers(request: SaveRequest) -> None:
 # ---------------------------------------------------------------- every rank: its pieces
 
 
-def write(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
+def write_pieces_and_manifest(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
     """Write every rank's pieces, then the manifest of all of them. Every rank must call, after `_make_empty_folder`."""
     partial = request.partial
 

@@ -33,10 +33,10 @@ from megatron.core.base import output_streams
 from megatron.core.dist_checkpointing.format import CheckpointError
 from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, write_and_publish
 from megatron.core.dist_checkpointing.writer_sockets import (
+    FirstWriterServer,
     MessageSocket,
     OtherRankError,
     WriterGroup,
-    WriterServer,
     connect_to_first_writer,
 )
 from megatron.core.storage.paths import path_of
@@ -108,7 +108,7 @@ def _connect_writers(rank: MessageSocket) -> WriterGroup:
     hello = rank.receive()
     if hello["rank"]:
         return connect_to_first_writer(hello["address"], hello["rank"])
-    server = WriterServer()
+    server = FirstWriterServer()
     rank.send({"address": server.address})
     return server.accept_all(hello["ranks"])
 

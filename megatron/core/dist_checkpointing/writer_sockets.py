@@ -151,7 +151,7 @@ def _first_failure(messages: list[str | None]) -> list[Any] | None:
 # ---------------------------------------------------------------- connecting
 
 
-class WriterServer:
+class FirstWriterServer:
     """The first writer's port, to which the writers of the other ranks connect."""
 
     def __init__(self) -> None:

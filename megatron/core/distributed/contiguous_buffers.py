@@ -13,7 +13,7 @@ from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_writing
 from megatron.core.ops.main_grad_interface import set_slot
 from megatron.core.parallel.mesh import GradAxes
-from megatron.core.storage.resize_storage import resize
+from megatron.core.storage.resize_storage import resize_and_notify
 
 ACROSS_STAGES = "embd"  # the one axis whose ranks finish their backward at different times
 
@@ -95,7 +95,7 @@ class ReleasableBuffer:
         Newly allocated memory is uninitialized.
         """
         if not self.is_open and not self.poison:
-            resize(self.data.untyped_storage(), self._bytes)
+            resize_and_notify(self.data.untyped_storage(), self._bytes)
         self.is_open = True
         return self.data
 
@@ -105,7 +105,7 @@ class ReleasableBuffer:
         if self.poison:
             self.data.fill_(float("nan"))
         else:
-            resize(self.data.untyped_storage(), 0)
+            resize_and_notify(self.data.untyped_storage(), 0)
 
 
 class ParamAndGradBuffer:

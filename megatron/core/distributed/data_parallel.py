@@ -48,7 +48,7 @@ from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import (
-    DataParallelBase,
+    DataParallelChunkInterface,
     grad_was_added,
     grad_was_deferred,
     open_main_grad,
@@ -61,7 +61,7 @@ from megatron.core.sharding.boxes import rows_to_flat_range
 from megatron.core.sharding.placement import Placement, partial_axes, partial_grads, placement_of
 
 
-class DistributedDataParallel(DataParallelBase):
+class DistributedDataParallel(DataParallelChunkInterface):
     """Wraps one model chunk. forward(inputs of any shapes) -> the chunk's outputs, in their shapes.
 
     Every rank of the chunk's data- and tensor-parallel groups must wrap its own and make the same calls. A parameter

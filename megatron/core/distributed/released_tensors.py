@@ -37,7 +37,7 @@ _HOOKS = {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook
 _NEED_NO_VALUES = _LAYOUT | _KIND | _HOOKS
 
 
-class NonResidentTensor:
+class BeforeUseHookTensor:
     """A tensor, of any shape, that is not resident. A function that needs its values calls `before_use` first."""
 
     __slots__ = ()  # so that `__class__` of a tensor can be set to this class and back
@@ -62,7 +62,7 @@ class NonResidentTensor:
         raise NotImplementedError
 
 
-class ReleasedParameter(NonResidentTensor, nn.Parameter):
+class ReleasedParameter(BeforeUseHookTensor, nn.Parameter):
     """A released parameter. Its shape and metadata can be read; any other use raises an error with its name."""
 
     @staticmethod
@@ -77,7 +77,7 @@ class ReleasedParameter(NonResidentTensor, nn.Parameter):
         )
 
 
-class AllGatherPendingParameter(NonResidentTensor, nn.Parameter):
+class AllGatherPendingParameter(BeforeUseHookTensor, nn.Parameter):
     """A parameter whose updated values are in flight (stages 1 and 2).
 
     Any use waits for them, also outside its module's forward.
@@ -90,7 +90,7 @@ class AllGatherPendingParameter(NonResidentTensor, nn.Parameter):
             parameter.slot.bucket.finish_gather()
 
 
-class ReleasedGradient(NonResidentTensor, Tensor):
+class ReleasedGradient(BeforeUseHookTensor, Tensor):
     """A released `main_grad`. Any use of its values raises an error with the parameter's name."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class ReleasedGradient(NonResidentTensor, Tensor):
         )
 
 
-class LazyZeroGradient(NonResidentTensor, Tensor):
+class LazyZeroGradient(BeforeUseHookTensor, Tensor):
     """A `main_grad` of a step that has added no gradient yet. Any use allocates it."""
 
     @staticmethod

@@ -16,10 +16,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from megatron.core.distributed.released_tensors import NonResidentTensor
+from megatron.core.distributed.released_tensors import BeforeUseHookTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
-from megatron.core.storage.resize_storage import resize
+from megatron.core.storage.resize_storage import resize_and_notify
 
 
 class ParamShard:
@@ -52,8 +52,8 @@ class ParamShard:
         self.values = flat.new_zeros(length)
         # the last ranks' shards may be shorter, or empty: the rest is padding
         self.values[: max(0, min(length, flat.numel() - start))] = flat[start : start + length]
-        resize(flat.untyped_storage(), 0)
-        self.parameter.__class__ = ShardedParameter
+        resize_and_notify(flat.untyped_storage(), 0)
+        self.parameter.__class__ = GatherOnUseParameter
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -62,7 +62,7 @@ class ParamShard:
             return
         self.parameter.__class__ = nn.Parameter
         data = self.parameter.data
-        resize(data.untyped_storage(), (data.storage_offset() + data.numel()) * data.element_size())
+        resize_and_notify(data.untyped_storage(), (data.storage_offset() + data.numel()) * data.element_size())
         data.view(-1).copy_(collectives.all_gather(self.values, self.axis)[: data.numel()])
         self.values = None
 
@@ -72,7 +72,7 @@ def shard_of(tensor: Tensor) -> ParamShard | None:
     return getattr(tensor, "shard", None)
 
 
-class ShardedParameter(NonResidentTensor, nn.Parameter):
+class GatherOnUseParameter(BeforeUseHookTensor, nn.Parameter):
     """A parameter of which each rank has a shard, until it moves into buffers. Every use of its values gathers it."""
 
     @staticmethod

@@ -61,7 +61,7 @@ class FileTensor(StoredTensor):
         return AsyncHandle(self._store.start_write(self._start, host_copy).result)
 
 
-class SideStream:
+class AcceleratorCopyStream:
     """Copies between host and device on a side stream of an accelerator, beside its computation.
 
     Memory is allocated and freed on the compute stream, which waits for the copy first. If the allocator had to track
@@ -99,7 +99,7 @@ class OffloadAllocator(Protocol):
     def zeros(self, numel: int, dtype: torch.dtype) -> Stored:
         """Return a new tensor of zeros [numel]. Raises OffloadError if there is no room for it."""
 
-    def side_stream(self, device: torch.device) -> SideStream | None:
+    def side_stream(self, device: torch.device) -> AcceleratorCopyStream | None:
         """Return what copies between the device and the store's memory.
 
         None if `start_reading` and `start_writing` do.
@@ -129,8 +129,8 @@ class HostOffloadStore:
                 "--offload-dir, more data-parallel ranks with a higher --zero-stage, or a lower --optimizer-offload-fraction"
             ) from error
 
-    def side_stream(self, device: torch.device) -> SideStream | None:
-        return SideStream(device) if is_accelerator(device) else None
+    def side_stream(self, device: torch.device) -> AcceleratorCopyStream | None:
+        return AcceleratorCopyStream(device) if is_accelerator(device) else None
 
     def close(self) -> None:
         """Do nothing: the memory is freed with the tensors."""

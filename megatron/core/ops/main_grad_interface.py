@@ -4,7 +4,7 @@ A layer that accumulates a gradient into `main_grad` itself, instead of leaving 
 and reports the gradient after. The functions do nothing for a parameter that no `DistributedDataParallel` trains: it
 has no `slot` (`distributed/param_grad_state.py`).
 
-A schedule tells its model chunks which part of a step begins: those that are `DataParallelBase`s, not plain modules.
+A schedule tells its model chunks which part of a step begins: those that are `DataParallelChunkInterface`s, not plain modules.
 """
 
 from typing import Any
@@ -83,7 +83,7 @@ def grad_was_added(parameter: nn.Parameter | Tensor) -> None:
         slot.reduce.add(slot)
 
 
-class DataParallelBase(nn.Module):
+class DataParallelChunkInterface(nn.Module):
     """The methods of a model chunk under data parallelism that schedules call.
 
     `DistributedDataParallel` inherits it, since schedules may not import that class; a chunk of another class is a

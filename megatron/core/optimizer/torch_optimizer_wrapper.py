@@ -1,8 +1,8 @@
 """The update of flat buffers under torch's `param_groups`, for loops and schedules that write rates into an optimizer.
 
     name, groups = groups_of_torch(torch.optim.AdamW(model.parameters()))       or groups of one's own
-    numbers = group_numbers(model, groups)                                      before the model is wrapped
-    flat = FlatOptimizer(wrapped.buffers, config_of_groups(name, groups, clip), mesh, group_of=by_number(numbers))
+    numbers = group_numbers_freezing_others(model, groups)                                      before the model is wrapped
+    flat = FlatOptimizer(wrapped.buffers, common_config_of_groups(name, groups, clip), mesh, group_of=by_number(numbers))
     optimizer = FlatOptimizerWithParamGroups(flat, groups)
     optimizer.update(divisor)
 
@@ -112,7 +112,7 @@ def groups_of_torch(optimizer: torch.optim.Optimizer) -> tuple[str, Groups]:
     return name, optimizer.param_groups
 
 
-def config_of_groups(name: str, groups: Groups, clip_grad: float) -> OptimizerConfig:
+def common_config_of_groups(name: str, groups: Groups, clip_grad: float) -> OptimizerConfig:
     """Return the settings that all groups have in common. Raises ConfigError if eps or momentum differ between them."""
     common = {key: groups[0][key] for key in _IN_COMMON if key in groups[0]}
     for key, value in common.items():
@@ -129,7 +129,7 @@ def config_of_groups(name: str, groups: Groups, clip_grad: float) -> OptimizerCo
     )
 
 
-def group_numbers(model: nn.Module, groups: Groups) -> dict[str, int]:
+def group_numbers_freezing_others(model: nn.Module, groups: Groups) -> dict[str, int]:
     """Return parameter name -> number of its group. A parameter of no group is frozen: nothing would update it."""
     number_of: dict[int, int] = {}  # by the parameter's id
     for number, group in enumerate(groups):

@@ -125,7 +125,7 @@ class Device:
         self._malloc_threshold = _MALLOC_THRESHOLDS[empty_level]
         let_malloc_keep_freed_blocks(self._malloc_threshold)
         if ranks > 1:
-            align_to_pages()
+            request_huge_page_alignment()
         matmul = torch.backends.mkldnn.matmul
         if bf16 and matmul.fp32_precision != "bf16":
             _precision_before.append(matmul.fp32_precision)
@@ -397,7 +397,7 @@ def let_malloc_keep_freed_blocks(threshold: int) -> None:
         c_library.mallopt(_M_ARENA_MAX, 1)
 
 
-def align_to_pages() -> None:
+def request_huge_page_alignment() -> None:
     """Make torch align tensors of 2 MB and more to pages, and ask for huge pages.
 
     It has no effect once torch has made a tensor.

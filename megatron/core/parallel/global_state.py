@@ -50,7 +50,7 @@ _override = _ThreadState()
 
 
 def get_global_state() -> GlobalState:
-    """Return the state of this thread if `use_mesh` set one, else of this process.
+    """Return the state of this thread if `set_thread_mesh` set one, else of this process.
 
     Raises RuntimeError before initialization.
     """
@@ -61,7 +61,7 @@ def get_global_state() -> GlobalState:
 
 
 def get_mesh() -> Mesh:
-    """Return the mesh of this thread if `use_mesh` set one, else of this process.
+    """Return the mesh of this thread if `set_thread_mesh` set one, else of this process.
 
     Raises RuntimeError before initialization.
     """
@@ -72,7 +72,7 @@ def model_parallel_is_initialized() -> bool:
     return (_override.state or _process_state) is not None
 
 
-def use_mesh(mesh: Mesh | None) -> None:
+def set_thread_mesh(mesh: Mesh | None) -> None:
     """Set the mesh of this thread only; None returns to the mesh of the process. For tests."""
     _override.state = None if mesh is None else GlobalState(mesh)
 
@@ -81,7 +81,7 @@ def use_mesh(mesh: Mesh | None) -> None:
 def mesh_override(mesh: Mesh) -> Iterator[GlobalState]:
     """Use `mesh` inside the block, in this thread: for a rank that is not this process's."""
     before = _override.state
-    use_mesh(mesh)
+    set_thread_mesh(mesh)
     try:
         yield _override.state
     finally:

@@ -26,7 +26,7 @@ from megatron.core.parallel.tcp_liveness import (
     REPORT_SECONDS,
     LivenessClient,
     LivenessServer,
-    RefusedError,
+    RankRejectedError,
     answers,
     ranks_as_text,
     refuses,
@@ -149,7 +149,7 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
         try:
             _open_client(store.get(key).decode(), launch.rank, launch.world_size, [launch.address])
         except OSError as error:
-            if not by_agent or isinstance(error, RefusedError):
+            if not by_agent or isinstance(error, RankRejectedError):
                 raise
             return False
         return True
@@ -190,10 +190,10 @@ def _open_client(address: str, rank: int, ranks: int, near: list[str]) -> None:
     atexit.register(_say_goodbye_at_exit)
 
 
-def mark_connected() -> None:
+def stop_tcp_probes() -> None:
     """Note that the backend connects the ranks from now on."""
     if _client is not None:
-        _client.mark_connected()
+        _client.stop_tcp_probes()
 
 
 def lost_rank(seconds: float = 0.0) -> str | None:

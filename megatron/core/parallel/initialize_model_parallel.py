@@ -16,7 +16,7 @@ from megatron.core.parallel.initialize_distributed import (
     launched_rank,
     launched_world_size,
     leave_at_exit,
-    mark_connected,
+    stop_tcp_probes,
 )
 from megatron.core.parallel.mesh import MakeGroup, Mesh, StageRanks, build_mesh
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
@@ -91,7 +91,7 @@ def initialize_model_parallel(
 
     make_group = _group_maker(sizes, timeout, options)
     set_mesh_of_process(build_mesh(sizes, launched_rank(), make_group, **options))
-    mark_connected()
+    stop_tcp_probes()
     return get_mesh()
 
 

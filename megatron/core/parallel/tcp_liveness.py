@@ -61,7 +61,7 @@ class UnreachableError(ConnectionError):
     """Rank 0 cannot be reached, or refuses this rank; the message gives the reason."""
 
 
-class RefusedError(UnreachableError):
+class RankRejectedError(UnreachableError):
     """Rank 0 answers, and refuses this rank."""
 
 
@@ -306,7 +306,7 @@ class LivenessClient:
         greeting = json.loads(self._messages.readline() or "{}")
         if "welcome" not in greeting:
             if "refused" in greeting:
-                raise RefusedError(greeting["refused"])
+                raise RankRejectedError(greeting["refused"])
             raise UnreachableError(f"rank 0 does not answer at port {server['port']}")
         self._socket.settimeout(None)
 
@@ -352,7 +352,7 @@ class LivenessClient:
         self._wait_for(lambda: self.lost, seconds)
         return self.lost or None
 
-    def mark_connected(self) -> None:
+    def stop_tcp_probes(self) -> None:
         """End the TCP probes: from now on the backend connects the ranks, and a short network outage ends no run."""
         _probe(self._socket, False)
         _send(self._socket, {"met": True})

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.ops.deferred_wgrad import WeightGradStore, Work
 from megatron.core.parallel.stage_map import StageMap
-from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, read_loss, read_step
+from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, parse_loss_tuple, read_step
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import BEGIN_OF, DIRECTION_OF, partner
 from megatron.core.pipeline_parallel.schedule.simulate import show_around
@@ -125,7 +125,7 @@ class Executor:
 
         # compute the loss on the last stage
         if is_last:
-            loss = read_loss(loss_func(output), self.nominal_tokens)
+            loss = parse_loss_tuple(loss_func(output), self.nominal_tokens)
             self.totals.add(loss)
             output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale  # []
 

@@ -45,7 +45,7 @@ def read_step(result: Any, *, is_last: bool) -> tuple[Any, Any]:
     return output, loss_func
 
 
-def read_loss(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
+def parse_loss_tuple(result: Any, nominal_tokens: float = 1.0) -> MicrobatchLoss:
     """Read the result of a `loss_func`, in either of two forms:
 
     (loss_sum, num_tokens, report)   the step's loss is the mean over all tokens that are not masked

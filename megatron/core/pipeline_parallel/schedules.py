@@ -24,7 +24,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import SampleDropoutKeys, own_dropout_keys
-from megatron.core.ops.main_grad_interface import DataParallelBase
+from megatron.core.ops.main_grad_interface import DataParallelChunkInterface
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.grid import Axis
@@ -137,12 +137,12 @@ class Pipeline:
                 keys.samples = self.batch.samples_of(first_sample, action.microbatch, self.mesh.samples)
             get_global_state().virtual_rank = self.stages.chunk_of(action.stage)
             chunk = self.chunks[action.stage]
-            if isinstance(chunk, DataParallelBase):
+            if isinstance(chunk, DataParallelChunkInterface):
                 chunk.begin_microbatch(action.microbatch, backward=action.op is not Op.F)
 
         def reduce(stage: int) -> None:
             chunk = self.chunks[stage]
-            if isinstance(chunk, DataParallelBase):
+            if isinstance(chunk, DataParallelChunkInterface):
                 chunk.start_grad_reduce()
 
         executor = Executor(
@@ -296,7 +296,7 @@ def run_step(
     if before_reduce is not None:
         before_reduce(list(chunks))
     for chunk in chunks:
-        if isinstance(chunk, DataParallelBase):
+        if isinstance(chunk, DataParallelChunkInterface):
             chunk.finish_grad_reduce()
             chunk.scale_gradients(factor)
             continue

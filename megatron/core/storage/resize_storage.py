@@ -10,7 +10,7 @@ from torch import UntypedStorage
 listeners: list[Callable[[UntypedStorage], None]] = []
 
 
-def resize(storage: UntypedStorage, nbytes: int) -> None:
+def resize_and_notify(storage: UntypedStorage, nbytes: int) -> None:
     """Change a storage's size in place; its contents are undefined afterwards."""
     storage.resize_(nbytes)
     for listener in listeners:

@@ -162,13 +162,13 @@ def sharded_cross_entropy(
     """Return -log softmax(logits)[target] per token, in float32 or wider, with optional label smoothing and z-loss.
 
     logits: [s, b, v/t]; target: [s, b] global ids -> [s, b]. Every rank of the axis must call. Arguments and errors are
-    those of `sharded_losses`, and the result its first one.
+    those of `losses_and_cross_entropy`, and the result its first one.
     """
     options = _Options(compiled, overwrite, returns_plain=False)
     return _losses(logits, target, axis, vocab_size, label_smoothing, z_loss, options)
 
 
-def sharded_losses(
+def losses_and_cross_entropy(
     logits: Tensor,
     target: Tensor,
     axis: Axis,
@@ -222,7 +222,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
     """Return the loss of each token, over the tensor-parallel axis of the current mesh, whose ranks must all call.
 
     vocab_parallel_logits: [s, b, v/t]; target: [s, b] global ids -> [s, b], in float32 or wider. Megatron's function;
-    errors are those of `sharded_losses`.
+    errors are those of `losses_and_cross_entropy`.
     """
     return sharded_cross_entropy(vocab_parallel_logits, target, get_mesh()["tp"], label_smoothing=label_smoothing)
 

@@ -20,7 +20,7 @@ from megatron.core.parallel.grid import Axis
 from megatron.core.tensor_parallel.saved_activations import SavedActivation
 
 
-def generator_of(device: torch.device | str) -> Any:
+def rng_module_of(device: torch.device | str) -> Any:
     """Return the module with the default generator of a device: torch.random, torch.cuda, ..."""
     device = torch.device(device)
     return torch.random if device.type == "cpu" else torch.get_device_module(device)
@@ -33,7 +33,7 @@ class RngTracker:
     """
 
     def __init__(self, device: torch.device | str = "cpu", default: str = "default") -> None:
-        self.generator = generator_of(device)
+        self.generator = rng_module_of(device)
         self.default = default
         self.reset()
 

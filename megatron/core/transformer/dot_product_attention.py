@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.cp_attention import AttentionInputs
-from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_for
+from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback
 from megatron.core.ops.attention.masks import Mask, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import AttentionDropout
@@ -79,7 +79,7 @@ class CoreAttention(nn.Module):
         scoring = self.scoring(q, bias)
         probability = self.dropout.probability if self.training else 0.0
         case = AttentionCase(q, k, mask, probability, self.compiled, scoring)
-        kernel = kernel_for(self.backend, case)
+        kernel = kernel_or_fallback(self.backend, case)
         # a script's own kernel need not take the options of a softmax that is plain
         options = () if scoring is None else (scoring,)
         return kernel.compute(q, k, v, mask, self.dropout, *options).permute(2, 0, 1, 3)  # [s, b, n, d]

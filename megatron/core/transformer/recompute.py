@@ -11,7 +11,7 @@ from megatron.core.offload.activation_offload import InputSaver
 from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.ops.torch_function_overrides import checkpoint_determinism_check
 from megatron.core.parallel.grid import Axis
-from megatron.core.storage.resize_storage import resize
+from megatron.core.storage.resize_storage import resize_and_notify
 from megatron.core.tensor_parallel.saved_activations import SavedActivation, keep_clone
 
 
@@ -67,11 +67,11 @@ def discard_and_recompute(x: Tensor, recompute: Callable[[], Tensor], *, until: 
 
     def fill(_: Tensor) -> None:
         x, recompute = pending.pop()  # the hook outlives this call; without pop it would keep both alive
-        resize(x.untyped_storage(), size)
+        resize_and_notify(x.untyped_storage(), size)
         with torch.no_grad():
             x.data.copy_(
                 recompute()
             )  # `.data`, since a copy into x would raise its version counter, which autograd checks
 
     until.register_hook(fill)
-    resize(storage, 0)
+    resize_and_notify(storage, 0)

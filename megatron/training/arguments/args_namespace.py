@@ -88,7 +88,7 @@ def other_names_of(config: Config) -> dict[str, Any]:
     }
 
 
-def flag_that_sets(name: str) -> str | None:
+def megatron_only_flag_for(name: str) -> str | None:
     """Return Megatron's flag, no setting here, whose value is the attribute `name`; None if there is none."""
     for flag in OTHERS:
         if _name(flag) == name:
@@ -96,7 +96,7 @@ def flag_that_sets(name: str) -> str | None:
     return None
 
 
-def switch_that_clears(name: str) -> str | None:
+def megatron_only_switch_clearing(name: str) -> str | None:
     """Return Megatron's switch, no setting here, that sets the attribute `name` to False; None if there is none."""
     for flag in OTHERS:
         if _switched_off(flag) == name:

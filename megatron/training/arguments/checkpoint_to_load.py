@@ -5,7 +5,12 @@ from typing import NamedTuple
 
 from megatron.convert import is_foreign, unsupported_format_hint
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.checkpoint_folder import find, latest_iteration, read_manifest, saved_iterations
+from megatron.core.dist_checkpointing.checkpoint_folder import (
+    find,
+    iteration_in_pointer_file,
+    read_manifest,
+    saved_iterations,
+)
 from megatron.core.dist_checkpointing.commit import is_ours
 from megatron.core.dist_checkpointing.format import (
     LATEST,
@@ -125,7 +130,7 @@ def _beside_the_pointer(root: Path, saved: list[int]) -> tuple[list[int], tuple[
     The pointer file is damaged, or names no complete checkpoint.
     """
     try:
-        named = latest_iteration(root)
+        named = iteration_in_pointer_file(root)
     except CheckpointError:
         named = None
     if named is None or not is_folder(root / folder_name(named)):

@@ -27,9 +27,9 @@ from megatron.core.datasets.data_config import DATA_SOURCES
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS
 from megatron.training.arguments.args_namespace import (
     Arguments,
-    flag_that_sets,
+    megatron_only_flag_for,
+    megatron_only_switch_clearing,
     other_names_of,
-    switch_that_clears,
     unsupported_flag_values,
 )
 from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
@@ -281,9 +281,9 @@ def _given_by_script(parser: FlagParser, defaults: Mapping[str, Any], given: Map
         if is_setting:
             flag = _flag_of(name)
         elif value is False:
-            flag = switch_that_clears(name)
+            flag = megatron_only_switch_clearing(name)
         else:
-            spellings = (f"--{name.replace('_', '-')}", f"--{name}", flag_that_sets(name))
+            spellings = (f"--{name.replace('_', '-')}", f"--{name}", megatron_only_flag_for(name))
             flag = next((spelling for spelling in spellings if spelling in flags), None)
         if flag not in flags or flags[flag].dest in given:
             continue

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.convert import describe_model, is_foreign
+from megatron.convert import is_foreign, model_from_hf_config
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, option_fields
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
@@ -31,7 +31,7 @@ def taken_from_hf_config(given: Mapping[str, Any], parser: FlagParser, defaults:
     problems = list(_other_sources(given))
     if problems:
         raise ConfigError([f"--hf-config {path}: {problem}" for problem in problems])
-    saved = describe_model(Path(path)).settings
+    saved = model_from_hf_config(Path(path)).settings
     config = build(CheckpointConfig, dict(given))
     wanted = dict(model_and_tokenizer_settings(config, given, saved))
 
@@ -59,7 +59,7 @@ def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
     if path is None:
         return []
     try:
-        described = describe_model(Path(path))
+        described = model_from_hf_config(Path(path))
     except ConfigError as error:
         return error.problems
     file_model = build(ModelConfig, described.settings["transformer"])

@@ -157,7 +157,7 @@ def watch_problems(
         yield "--wandb-project needs the package wandb (pip install wandb); --metrics-file needs no package"
     if log.log_progress and save is None:
         yield "--log-progress needs --save, the folder of progress.txt"
-    writes_curves = writes_tensorboard(curves) or curves.wandb_project is not None
+    writes_curves = can_write_tensorboard(curves) or curves.wandb_project is not None
     if log.inspect is not None and log.metrics_file is None and not writes_curves:
         yield (
             "--inspect needs an output; give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
@@ -176,7 +176,7 @@ def watch_problems(
 def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: int | None) -> list[str]:
     """Return warnings about requested outputs that the run will not write."""
     notes = []
-    if curves.tensorboard_dir is not None and not writes_tensorboard(curves):
+    if curves.tensorboard_dir is not None and not can_write_tensorboard(curves):
         notes.append(
             "warning: nothing is written to --tensorboard-dir: the package tensorboard is not installed (pip install "
             "tensorboard); --metrics-file needs no package"
@@ -189,7 +189,7 @@ def watch_notes(curves: TensorBoardConfig, profile: ProfileConfig, train_iters: 
     return notes
 
 
-def writes_tensorboard(curves: TensorBoardConfig) -> bool:
+def can_write_tensorboard(curves: TensorBoardConfig) -> bool:
     """Whether event files are asked for, and the package tensorboard is installed."""
     return curves.tensorboard_dir is not None and _is_installed("tensorboard")
 

@@ -14,9 +14,9 @@ import torch
 from megatron.convert.check_missing_keys import (
     ABSENT_HEADS,
     ALLOW_FLAG,
-    absent_heads_in,
     describe_heads,
     missing_tensors_advice,
+    recorded_absent_head_params,
     with_hf_names,
 )
 from megatron.convert.hf_origin import provenance_problems
@@ -102,7 +102,7 @@ def absent_parameters(
     if not lacking:
         return set()
 
-    head_names = {*absent_heads_in(state)}
+    head_names = {*recorded_absent_head_params(state)}
     missing_of_heads = [name for name in lacking if name in head_names]
     others = [name for name in lacking if name not in head_names]
     if others and (load_optimizer or not config.checkpoint.allow_missing_tensors):

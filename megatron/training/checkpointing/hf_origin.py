@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.convert import describe_model
+from megatron.convert import model_from_hf_config
 from megatron.convert.hf_origin import Provenance
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.parallel import collectives
@@ -53,7 +53,7 @@ def provenance_of_new_run(runtime: Runtime) -> Provenance | None:
     path = runtime.config.checkpoint.hf_config
     if path is None:
         return None
-    return _read_on_first(runtime, lambda: _updated(runtime, {}, describe_model(Path(path)).origin))
+    return _read_on_first(runtime, lambda: _updated(runtime, {}, model_from_hf_config(Path(path)).origin))
 
 
 def _read_on_first(runtime: Runtime, read: Callable[[], Provenance | None]) -> Provenance | None:

@@ -41,9 +41,9 @@ from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckp
 from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.checkpointing.unsaved_buffers import (
-    changed_buffers,
+    changed_persistent_buffers,
     check_lost_buffers,
-    first_buffers,
+    initial_buffer_digests,
     note_other_buffers,
 )
 from megatron.training.global_vars import Runtime, print_rank_0
@@ -113,8 +113,8 @@ def checkpoint_contents(
     # what the ranks must agree on
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = collectives.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
-    lost = changed_buffers(chunks, world, device)
-    buffers_at_start = first_buffers(chunks, world, device)
+    lost = changed_persistent_buffers(chunks, world, device)
+    buffers_at_start = initial_buffer_digests(chunks, world, device)
 
     # everything that is no collective; the manifest lists the keys in this order
     tensors = tensors_to_save(runtime, chunks, optimizer)
@@ -292,7 +292,7 @@ def _load_checkpoint(
     compatibility.check_same_model(runtime, checkpoint.state, name, source, resumes=resumes, resizes=resizes)
     check_lost_buffers(lost_buffers(checkpoint.state), source, allowed=config.allow_lost_buffers)
     saved_buffers = checkpoint.state.get(BUFFERS_AT_START, {})
-    note_other_buffers(saved_buffers, first_buffers(chunks, world, device), source)
+    note_other_buffers(saved_buffers, initial_buffer_digests(chunks, world, device), source)
     is_other_tokenizer = tokenizer_compatibility.is_allowed_tokenizer_change(runtime, checkpoint.state, source)
 
     # refuse other parameters and other optimizer state
@@ -316,8 +316,8 @@ def _load_checkpoint(
         }
     if resizes:
         rows = tokenizer_compatibility.reused_rows(runtime, checkpoint, source)
-        parameters = tokenizer_compatibility.with_rows(parameters, rows, checkpoint)
-        optimizer_state = tokenizer_compatibility.with_rows(optimizer_state, rows, checkpoint, _MASTER)
+        parameters = tokenizer_compatibility.with_reused_rows_only(parameters, rows, checkpoint)
+        optimizer_state = tokenizer_compatibility.with_reused_rows_only(optimizer_state, rows, checkpoint, _MASTER)
 
     # read
     read_tensors(checkpoint, parameters, optimizer_state, world, device, load_optimizer=load_optimizer)

@@ -179,7 +179,7 @@ def _vocabulary_of_run(state: Mapping[str, Any], source: str) -> Vocabulary:
     return vocabulary
 
 
-def with_rows(
+def with_reused_rows_only(
     tensors: Mapping[str, LocalTensor], runs: Sequence[RowRun], checkpoint: Checkpoint, prefix: str = "model/"
 ) -> dict[str, LocalTensor]:
     """Return the tensors as they are to be read: of those with a row for each token, only the reused rows.

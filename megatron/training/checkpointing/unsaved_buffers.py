@@ -41,7 +41,7 @@ def remember_and_warn_of_buffers(
     """
     with collectives.raise_together(world, device):
         for chunk in chunks:
-            chunk.buffers_at_start = digests_of(chunk.module)
+            chunk.buffers_at_start = persistent_buffer_digests(chunk.module)
     names = _names_on_any_rank((name for chunk in chunks for name in chunk.buffers_at_start), world, device)
     if names:
         print_rank_0(
@@ -51,7 +51,9 @@ def remember_and_warn_of_buffers(
         )
 
 
-def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> list[str]:
+def changed_persistent_buffers(
+    chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str
+) -> list[str]:
     """Return the names, on any rank, of buffers that have changed since the model was built; a WARNING names them.
 
     Every rank must call. In a chunk whose first values were not noted, every buffer may have changed.
@@ -60,7 +62,7 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
     with collectives.raise_together(world, device):
         for chunk in chunks:
             before = chunk.buffers_at_start or {}
-            now = digests_of(chunk.module)
+            now = persistent_buffer_digests(chunk.module)
             own_names += [name for name in before | now if before.get(name) != now.get(name)]
     names = _names_on_any_rank(own_names, world, device)
     if names:
@@ -71,7 +73,9 @@ def changed_buffers(chunks: Collection[DistributedDataParallel], world: Axis, de
     return names
 
 
-def first_buffers(chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str) -> Digests:
+def initial_buffer_digests(
+    chunks: Collection[DistributedDataParallel], world: Axis, device: torch.device | str
+) -> Digests:
     """Return the digest of each buffer's first value, if it is equal on all ranks that have the buffer.
 
     Every rank must call.
@@ -130,7 +134,7 @@ def check_lost_buffers(lost: Sequence[str], source: str, *, allowed: bool) -> No
 # ---------------------------------------------------------------- digests
 
 
-def digests_of(module: nn.Module) -> Digests:
+def persistent_buffer_digests(module: nn.Module) -> Digests:
     """Return a digest of each persistent buffer and extra state, by its name in `state_dict`.
 
     Empty ones are left out.

@@ -64,7 +64,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     """
     rank = parallel_state.launched_rank()
     store = parallel_state.job_store()
-    code = code_of(error) if farewell is None else keyboard_interrupt.CODE
+    code = exit_code_of_failed_run(error) if farewell is None else keyboard_interrupt.CODE
     is_own_error = farewell is not None or not isinstance(error, PeerError)
     message = farewell or f"rank {rank} failed:{message_or_traceback(error)}"
     if is_own_error and _claim_report(store):
@@ -95,7 +95,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     return code
 
 
-def code_of(error: BaseException) -> int:
+def exit_code_of_failed_run(error: BaseException) -> int:
     """Return the exit code of a run that ends with this error."""
     return WRONG_NUMBERS if isinstance(error, NotFiniteError | WrongNumbersError) else 1
 

@@ -277,7 +277,7 @@ class HangWatch:
             partial.write_text(json.dumps(content))
             partial.replace(self._folder / "verdict")
         except OSError as error:  # the others notice that this rank has ended
-            output_streams.lose(str(partial), error)
+            output_streams.report_lost_output(str(partial), error)
             self._exit()
             return
 
@@ -373,7 +373,7 @@ def watching(rank: int, ranks: int) -> Iterator[None]:
     try:
         _watch_of_process = HangWatch(folder, rank, ranks, HangConfig())
     except OSError as error:
-        output_streams.lose(f"{folder}, by which the run finds a rank that hangs,", error)
+        output_streams.report_lost_output(f"{folder}, by which the run finds a rank that hangs,", error)
     try:
         yield
     finally:

@@ -286,7 +286,7 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_state_restored())
-        stack.enter_context(rank_status.paused())
+        stack.enter_context(rank_status.without_recording_calls())
         runtime = stack.enter_context(alone(job.runtime, mesh, device=device, offload_store=store))
         if shapes is not None:
             stack.enter_context(META)

@@ -27,11 +27,11 @@ def capacity_warning(
         has = f"this device has {amount(capacity)}"
     return [
         f"WARNING: predicted {amount(needed)} a rank, {has}: the run may end for lack of memory. {amount(parts[largest])} "
-        f"are {largest}; less with {less_with(config, world_size, largest, shares=shares)}"
+        f"are {largest}; less with {flags_that_reduce(config, world_size, largest, shares=shares)}"
     ]
 
 
-def less_with(config: Config, world_size: int, what: str, *, shares: int) -> str:
+def flags_that_reduce(config: Config, world_size: int, what: str, *, shares: int) -> str:
     """Return the flags, not given yet, that reduce `what`: STATE, ACTIVATIONS, or communication.
 
     shares: as in `capacity_warning`.

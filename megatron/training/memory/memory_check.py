@@ -21,7 +21,7 @@ from megatron.core.sharding.placement import pieces
 from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier
 from megatron.training.memory.host_memory import free_below_rlimit_data, free_on_machine
-from megatron.training.memory.memory_advice import capacity_warning, less_with
+from megatron.training.memory.memory_advice import capacity_warning, flags_that_reduce
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, STATE, Forecast
 
 _ALL_THE_SAME = "--no-check-memory starts all the same"
@@ -121,7 +121,7 @@ def check_capacity(
     # compare the needs of all ranks with what they share
     need = json.dumps(_need_of(runtime, needs, capacity))
     texts = collectives.all_gather_texts(need, runtime.mesh["world"], runtime.device.torch_device)
-    disk_problems, memory_problems = problems_of_needs([json.loads(text) for text in texts])
+    disk_problems, memory_problems = disk_and_memory_problems([json.loads(text) for text in texts])
     if disk_problems or (memory_problems and runtime.config.device.check_memory):
         raise ConfigError(disk_problems + memory_problems)
     for problem in memory_problems:
@@ -155,7 +155,7 @@ def warn_if_over_capacity(runtime: Runtime, forecast: Forecast) -> None:
         print_rank_0(line)
 
 
-def disk_space_left(runtime: Runtime) -> list[str]:
+def offload_disk_free_note(runtime: Runtime) -> list[str]:
     """Return a line with the free bytes of the offload disk, once this rank's state is on it.
 
     There is none without such a disk.
@@ -183,16 +183,16 @@ def _need_of(runtime: Runtime, needs: Mapping[str, int], capacity: MemoryCapacit
         "device_needs": needs["device"],
         "dir": config.offload.offload_dir,
         "offloads": runtime.offload_store is not None or config.transformer.cpu_offloading_num_layers > 0,
-        "less_with": less_with(config, runtime.world_size, STATE, shares=int(on_cpu)),
+        "flags_that_reduce": flags_that_reduce(config, runtime.world_size, STATE, shares=int(on_cpu)),
     }
 
 
-def problems_of_needs(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+def disk_and_memory_problems(needs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
     """Return (problems of disks, problems of memory), from what `_need_of` says on each rank.
 
     Ranks share the disk, and the machine, of the same name.
     """
-    advice = f"less with {needs[0]['less_with']}; {_ALL_THE_SAME}"
+    advice = f"less with {needs[0]['flags_that_reduce']}; {_ALL_THE_SAME}"
 
     # disks
     disk_problems = []

@@ -13,7 +13,7 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last
 from megatron.training.memory.bytes_by_tier import amount, bytes_line
-from megatron.training.memory.memory_check import disk_space_left, state_bytes
+from megatron.training.memory.memory_check import offload_disk_free_note, state_bytes
 from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
 from megatron.training.memory.report import abridged_stage_table, table
@@ -41,7 +41,7 @@ class MemoryMonitor:
             lines = [
                 f"memory of a rank is not predicted ({forecast.problem}); state of a rank, without what passes: {state}"
             ]
-        for line in (*lines, *disk_space_left(runtime)):
+        for line in (*lines, *offload_disk_free_note(runtime)):
             print_rank_0(line)
 
     @contextlib.contextmanager

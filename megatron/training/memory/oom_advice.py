@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.training.global_vars import Runtime
 from megatron.training.memory.bytes_by_tier import amount
 from megatron.training.memory.host_memory import free_on_machine
-from megatron.training.memory.memory_advice import less_with
+from megatron.training.memory.memory_advice import flags_that_reduce
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, worst
 
 
@@ -96,6 +96,6 @@ def _advice(runtime: Runtime, predicted: Sequence[RankMemory] | None) -> list[st
         kinds.sort(key=parts.__getitem__, reverse=True)
     shares = parallel_state.launched().local_size if on_cpu else 0
     for kind in kinds:
-        flags = less_with(runtime.config, runtime.world_size, kind, shares=shares)
+        flags = flags_that_reduce(runtime.config, runtime.world_size, kind, shares=shares)
         lines.append(f"{kind}: less with {flags}")
     return lines

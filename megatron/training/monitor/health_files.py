@@ -56,7 +56,7 @@ class HealthFiles:
         self._computed_samples = 0
         for path in list(self._files):
             if is_special(path):
-                output_streams.lose(str(path), "it is not a regular file")
+                output_streams.report_lost_output(str(path), "it is not a regular file")
                 del self._files[path]
             else:
                 _remove_partial(path)
@@ -110,7 +110,7 @@ class HealthFiles:
             except OSError as error:
                 with contextlib.suppress(OSError):  # a full disk leaves an empty file
                     partial.unlink()
-                output_streams.lose(str(path), error)
+                output_streams.report_lost_output(str(path), error)
 
 
 def _remove_partial(path: Path) -> None:

@@ -23,7 +23,7 @@ from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad, p
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.storage.paths import path_of
-from megatron.training.arguments.monitor_config import writes_tensorboard
+from megatron.training.arguments.monitor_config import can_write_tensorboard
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_last
 from megatron.training.monitor.health_files import HealthFiles
@@ -225,7 +225,7 @@ class Monitor:
             with (path_of(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
-            output_streams.lose("progress.txt", error)
+            output_streams.report_lost_output("progress.txt", error)
 
     def close(self) -> None:
         """Flush and close every output. Any rank may call, at any time."""
@@ -236,7 +236,7 @@ class Monitor:
             try:
                 writer.close()
             except WriterError as error:
-                output_streams.lose(error.writer, error.why)
+                output_streams.report_lost_output(error.writer, error.why)
 
     def _tell_of_losses(self) -> None:
         """Tell the outputs that still work which others were lost since the last call.
@@ -259,7 +259,7 @@ class Monitor:
             try:
                 writer.write(record)
             except WriterError as error:
-                output_streams.lose(error.writer, error.why)
+                output_streams.report_lost_output(error.writer, error.why)
 
     def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of a step's curves, by name."""
@@ -322,7 +322,7 @@ def make_writers(runtime: Runtime, iteration: int) -> list[Writer]:
     curves = config.tensorboard
     if config.log.metrics_file is not None:
         writers.append(MetricsFile(config.log.metrics_file, iteration))
-    if writes_tensorboard(curves):
+    if can_write_tensorboard(curves):
         writers.append(TensorBoardWriter(curves.tensorboard_dir, curves.tensorboard_queue_size))
     if curves.wandb_project is not None:
         writers.append(

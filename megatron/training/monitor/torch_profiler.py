@@ -78,10 +78,12 @@ class StepProfiler:
             path.unlink(missing_ok=True)  # if writing fails, the file of an earlier run must not look like this one's
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # torch's own error where the file cannot be opened
-            output_streams.lose(f"the profile {path}", error)
+            output_streams.report_lost_output(f"the profile {path}", error)
             return
         if not _is_complete(path):
-            output_streams.lose(f"the profile {path}", "torch has not written it whole: the disk may be full")
+            output_streams.report_lost_output(
+                f"the profile {path}", "torch has not written it whole: the disk may be full"
+            )
             return
         print(f"wrote the profile of steps {self._first} to {self._last} of rank {self._rank}: {path}", flush=True)
 
@@ -112,4 +114,4 @@ class MemoryHistory:
             self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
             self._device.save_memory_history(str(self.path))
         except (OSError, RuntimeError) as error:
-            output_streams.lose(f"--memory-snapshot-path {self.path}", error)
+            output_streams.report_lost_output(f"--memory-snapshot-path {self.path}", error)

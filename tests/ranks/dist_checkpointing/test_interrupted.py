@@ -18,7 +18,7 @@ from said import tells
 
 import pretrain_gpt
 from megatron.core.datasets import IndexedDatasetWriter, index_cache
-from megatron.core.dist_checkpointing import write_and_publish as write
+from megatron.core.dist_checkpointing import write_and_publish as write_pieces_and_manifest
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 
 TINY = (
@@ -70,7 +70,7 @@ def test_a_run_interrupted_in_a_step_or_a_save_goes_on_from_the_checkpoint_befor
 ):
     flags = f"--mock-data --save {tmp_path} --save-interval 2 --load {tmp_path}"
     with monkeypatch.context() as patch:
-        places = {"_write_own_items": write, "publish": write.commit}
+        places = {"_write_own_items": write_pieces_and_manifest, "publish": write_pieces_and_manifest.commit}
         place, name = (FlatOptimizer, "clip_factor") if name is None else (places[name], name)
         first = {"clip_factor": 4}.get(name, 2)  # of the second save, or of its step
         press_at(patch, place, name, first)

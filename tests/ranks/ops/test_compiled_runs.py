@@ -14,7 +14,13 @@ from measured_memory import SMALL, check
 from tiny_run import Layout, TinyTrainer, assert_equal, run
 
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import CompileConfig, agree_on_compiling, compile_cost, compiles, why_not
+from megatron.core.ops.compile.compiled_region import (
+    CompileConfig,
+    compile_cost,
+    compile_if_all_ranks_can,
+    compiles,
+    why_not,
+)
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
@@ -107,7 +113,7 @@ def test_what_one_rank_lacks_keeps_all_eager(none_decided, monkeypatch):
     config = CompileConfig("regions")
     asked = iter(["Python's headers are not installed (python3-dev)", None, None])
     monkeypatch.setattr(compiled_region, "why_not", lambda kind: next(asked))
-    said = run_ranks({"dp": 3}, lambda mesh: agree_on_compiling(config, "cpu", mesh["world"]))
+    said = run_ranks({"dp": 3}, lambda mesh: compile_if_all_ranks_can(config, "cpu", mesh["world"]))
     assert sorted(line.partition(": ")[2] for (line,) in said) == [
         "Python's headers are not installed (python3-dev)",
         *["another rank lacks what it needs"] * 2,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention import kernels
-from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_for, news_of_attention
+from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_or_fallback, news_of_attention
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.parallel.grid import ALONE
@@ -25,22 +25,22 @@ FUSED = ("auto", "fused", "flash")
 def test_dropout_alone_takes_the_fused_kernel_from_its_work(name: str):
     plain, tiles = KERNELS["unfused"], KERNELS["tiled-eager"]
     others = plain if name in ("unfused", "local") else tiles
-    assert kernel_for(name, CASE) is (KERNELS["fused"] if name in FUSED else others)
-    assert kernel_for(name, CASE._replace(dropout=0.1)) is others
+    assert kernel_or_fallback(name, CASE) is (KERNELS["fused"] if name in FUSED else others)
+    assert kernel_or_fallback(name, CASE._replace(dropout=0.1)) is others
     with_cache = AttentionCase(CASE.q[:, :, :1], CASE.k, None, 0.1)
-    assert kernel_for(name, with_cache) is plain
+    assert kernel_or_fallback(name, with_cache) is plain
 
 
 def test_a_kernel_that_is_asked_for_and_not_used_is_told_once(monkeypatch):
     monkeypatch.setattr(kernels, "_replaced", {})
     for _ in range(3):
-        kernel_for("auto", CASE._replace(dropout=0.1))
-        kernel_for("flash", CASE)
-        kernel_for("unfused", CASE)
+        kernel_or_fallback("auto", CASE._replace(dropout=0.1))
+        kernel_or_fallback("flash", CASE)
+        kernel_or_fallback("unfused", CASE)
     assert news_of_attention() == []
     for _ in range(3):
-        kernel_for("flash", CASE._replace(dropout=0.1))
-        kernel_for("tiled", CASE)
+        kernel_or_fallback("flash", CASE._replace(dropout=0.1))
+        kernel_or_fallback("tiled", CASE)
     first, second = news_of_attention()
     assert first == "--attention-backend flash has no dropout by samples: tiled-eager computes what it cannot"
     assert second == "--attention-backend tiled is compiled (--compile regions): tiled-eager computes what it cannot"

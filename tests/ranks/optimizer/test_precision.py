@@ -30,7 +30,7 @@ from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers
-from megatron.core.pipeline_parallel.loss_func_results import read_loss
+from megatron.core.pipeline_parallel.loss_func_results import parse_loss_tuple
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
@@ -321,8 +321,8 @@ def test_a_scaled_loss_changes_no_number(layout: Layout, loss_func: Callable):
 
 def test_both_forms_of_a_loss_are_differentiated_at_one_size():
     losses, mask = torch.linspace(1.0, 2.0, 6 * SEQ), torch.ones(6 * SEQ)
-    sums = read_loss(token_sums(mask, losses), nominal_tokens=6 * SEQ)
-    mean = read_loss(mean_of_microbatch(mask, losses), nominal_tokens=6 * SEQ)
+    sums = parse_loss_tuple(token_sums(mask, losses), nominal_tokens=6 * SEQ)
+    mean = parse_loss_tuple(mean_of_microbatch(mask, losses), nominal_tokens=6 * SEQ)
     assert mean.objective.item() == pytest.approx(sums.objective.item(), rel=1e-6)
     assert mean.tokens == sums.tokens == 6 * SEQ
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.stage_map import loop
 from megatron.core.pipeline_parallel.executor import Executor
-from megatron.core.pipeline_parallel.loss_func_results import read_loss
+from megatron.core.pipeline_parallel.loss_func_results import parse_loss_tuple
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
@@ -447,7 +447,7 @@ WRONG = [
 @pytest.mark.parametrize(("result", "message"), WRONG)
 def test_a_wrong_loss_is_explained(result, message: str):
     with pytest.raises(TypeError) as error:
-        read_loss(result)
+        parse_loss_tuple(result)
     assert tells(error.value, message)
 
 
@@ -458,16 +458,16 @@ def test_a_wrong_loss_is_explained(result, message: str):
 )
 def test_any_other_wrong_loss_is_a_type_error(result):
     with pytest.raises(TypeError, match=r"loss|report"):
-        read_loss(result)
+        parse_loss_tuple(result)
 
 
 def test_a_loss_is_read_as_sums():
-    loss = read_loss((ONE, torch.tensor(5), {"a": 2, "b": torch.tensor([3.0, 4.0]), "c": torch.tensor([1.5])}))
+    loss = parse_loss_tuple((ONE, torch.tensor(5), {"a": 2, "b": torch.tensor([3.0, 4.0]), "c": torch.tensor([1.5])}))
     assert loss.objective is ONE
     assert (loss.tokens.item(), loss.tokens.dtype) == (5.0, torch.float64)
     assert {name: pair.tolist() for name, pair in loss.report.items()} == {"a": [2, 1], "b": [3, 4], "c": [1.5, 1]}
-    assert read_loss((ONE, {})).tokens.item() == 1.0
-    assert read_loss((ONE, 7, {})).tokens.item() == 7.0
+    assert parse_loss_tuple((ONE, {})).tokens.item() == 1.0
+    assert parse_loss_tuple((ONE, 7, {})).tokens.item() == 7.0
 
 
 # ---------------------------------------------------------------- errors

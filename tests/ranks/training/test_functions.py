@@ -19,7 +19,7 @@ from megatron.core.ops.attention.kernels import (
     AttentionCase,
     Kernel,
     attention_function,
-    kernel_for,
+    kernel_or_fallback,
     unfused_attention,
 )
 from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
@@ -156,8 +156,8 @@ def test_a_refused_case_goes_to_no_kernel_of_another_function(monkeypatch):
     refuses = lambda case: "has no dropout" if case.dropout else None  # noqa: E731
     monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses, instead="unfused", computes="means"))
     with pytest.raises(ConfigError, match=re.escape(f"its replacement unfused computes {SOFTMAX!r}, not 'means'")):
-        kernel_for("mean", case)
-    assert kernel_for("mean", case._replace(dropout=0.0)) is KERNELS["mean"]
+        kernel_or_fallback("mean", case)
+    assert kernel_or_fallback("mean", case._replace(dropout=0.0)) is KERNELS["mean"]
 
 
 def test_keys_that_travel_are_refused_by_a_kernel_of_another_function(monkeypatch):

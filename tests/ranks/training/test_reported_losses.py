@@ -51,18 +51,18 @@ def train(mesh: Mesh, name: str, flags: str, seen: list | None = None) -> tuple[
         steps = []
         trainer.log.add = lambda losses, is_nan=False, *, skipped=False: steps.append(dict(losses))
         if seen is not None:
-            of_model = language_model.sharded_losses
+            of_model = language_model.losses_and_cross_entropy
 
             def noted(scores, labels, *rest, **how):
                 seen.append((scores.detach().clone(), labels.clone()))
                 return of_model(scores, labels, *rest, **how)
 
-            language_model.sharded_losses = noted
+            language_model.losses_and_cross_entropy = noted
         try:
             trainer._train()
         finally:
             if seen is not None:
-                language_model.sharded_losses = of_model
+                language_model.losses_and_cross_entropy = of_model
         return steps, validation
 
 

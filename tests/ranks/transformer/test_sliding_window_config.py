@@ -18,7 +18,13 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.core.ops.attention import sliding_window
-from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, fused_attention, kernel_for, unfused_attention
+from megatron.core.ops.attention.kernels import (
+    KERNELS,
+    AttentionCase,
+    fused_attention,
+    kernel_or_fallback,
+    unfused_attention,
+)
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
 from megatron.core.ops.attention.sliding_window import blocks_of
@@ -183,8 +189,8 @@ def test_a_window_that_hides_nothing_is_the_mask_itself():
 
 def test_dropout_takes_the_fused_kernel_from_a_window_too():
     case = AttentionCase(torch.empty(1, 1, 9, 8), torch.empty(1, 1, 9, 8), Window(3, None), 0.0)
-    assert kernel_for("auto", case) is KERNELS["fused"]
-    assert kernel_for("auto", case._replace(dropout=0.1)) is KERNELS["tiled-eager"]
+    assert kernel_or_fallback("auto", case) is KERNELS["fused"]
+    assert kernel_or_fallback("auto", case._replace(dropout=0.1)) is KERNELS["tiled-eager"]
 
 
 @pytest.mark.full

@@ -189,6 +189,6 @@ def test_a_stream_that_a_script_has_put_there_stays(monkeypatch):
     output_streams.keep_running()
     assert sys.stdout is mine and sys.stderr is mine
     output_streams.print_stderr("to nobody")
-    output_streams.lose("a file", OSError(errno.EROFS, "Read-only file system"))
+    output_streams.report_lost_output("a file", OSError(errno.EROFS, "Read-only file system"))
     output_streams.flush()
     assert output_streams.losses == [("a file", "Read-only file system")]

@@ -9,7 +9,7 @@ from small_checkpoints import refused, save_one
 
 from megatron.core.dist_checkpointing import format as disk, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import (
-    latest_iteration,
+    iteration_in_pointer_file,
     pointer_text_with_check_digit,
     saved_iterations,
 )
@@ -122,12 +122,12 @@ def test_no_bit_of_the_pointer_can_change_unseen(root, iteration):
         changed[bit // 8] ^= 1 << bit % 8
         pointer.write_bytes(changed)
         with refused(disk.LATEST):
-            latest_iteration(root)
+            iteration_in_pointer_file(root)
     pointer.write_bytes(content)
-    assert latest_iteration(root) == iteration == int(content)
+    assert iteration_in_pointer_file(root) == iteration == int(content)
 
 
 def test_a_pointer_written_by_hand_or_by_megatron_is_followed(root):
     for text in ("8", "8\n", " 8\n\n", "8\r\n"):
         (root / disk.LATEST).write_bytes(text.encode())
-        assert latest_iteration(root) == 8
+        assert iteration_in_pointer_file(root) == 8

@@ -33,7 +33,7 @@ from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.grid import ALONE
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier, bytes_line
 from megatron.training.memory.host_memory import free_below_rlimit_data, free_on_machine
-from megatron.training.memory.memory_check import problems_of_needs
+from megatron.training.memory.memory_check import disk_and_memory_problems
 
 ROOT = Path(__file__).parents[3]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
@@ -394,31 +394,31 @@ def need(**changes) -> dict:
         "device_needs": 0,
         "dir": "D",
         "offloads": True,
-        "less_with": "--bf16",
+        "flags_that_reduce": "--bf16",
     }
     return whole | changes
 
 
 def test_what_does_not_fit_is_said_once_for_all_who_share_it():
-    assert problems_of_needs([need(), need()]) == ([], [])
-    assert problems_of_needs([need(), need(), need(disk="b:1", host="b")]) == ([], [])
-    (disk,), _ = problems_of_needs([need()] * 3)
+    assert disk_and_memory_problems([need(), need()]) == ([], [])
+    assert disk_and_memory_problems([need(), need(), need(disk="b:1", host="b")]) == ([], [])
+    (disk,), _ = disk_and_memory_problems([need()] * 3)
     assert tells(disk, "--offload-dir 3 120 100")
-    _, (host,) = problems_of_needs([need(disk=None, disk_free=None, host_needs=60)] * 2)
+    _, (host,) = disk_and_memory_problems([need(disk=None, disk_free=None, host_needs=60)] * 2)
     assert tells(host, "2 120 100 --offload-dir")
-    _, (process,) = problems_of_needs([need(), need(process_free=5)])
+    _, (process,) = disk_and_memory_problems([need(), need(process_free=5)])
     assert process.startswith("rank 1 ") and tells(process, "10 5 ulimit")
 
 
 def test_state_that_does_not_fit_is_said_of_machines_and_of_devices():
     plain = {"disk": None, "disk_free": None, "offloads": False}
-    _, (host,) = problems_of_needs(
+    _, (host,) = disk_and_memory_problems(
         [need(**plain, host_needs=60), need(**plain, host_needs=50), need(**plain, host="b")]
     )
     assert tells(host, "2 110 100")
     assert "less with --bf16" in host and "--no-check-memory" in host
     devices = [need(**plain, device_has=10, device_needs=n) for n in (10, 12, 11)]
-    _, (device,) = problems_of_needs(devices)
+    _, (device,) = disk_and_memory_problems(devices)
     assert "rank 1 " in device and tells(device, "12 10")
 
 

@@ -9,7 +9,7 @@ from schedules import COVERING, FLAT, costs, parse, refusal
 
 from megatron.core.pipeline_parallel.schedule.actions import Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
 from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
-from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks, problems_of
+from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks, missing_or_surplus_actions
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_bytes, show_around, simulate
 
 
@@ -45,7 +45,7 @@ INCOMPLETE = [
 @pytest.mark.parametrize(("lists", "named"), INCOMPLETE)
 def test_a_schedule_that_is_not_one_whole_step_is_refused_by_what_it_lacks(monkeypatch, lists, named):
     schedule = parse(lists)
-    problems = problems_of(schedule, 2, 2)
+    problems = missing_or_surplus_actions(schedule, 2, 2)
     assert len(problems) == len(named) and all(name in problem for name, problem in zip(named, problems))
     monkeypatch.setitem(SCHEDULES, "mine", lambda p, m, v: schedule)
     text = refusal(make_schedule, "mine", 2, 2, 1)

@@ -17,7 +17,7 @@ from code_lines import nodes, product_files
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
-from megatron.core.ops.main_grad_interface import DataParallelBase, GradSlot
+from megatron.core.ops.main_grad_interface import DataParallelChunkInterface, GradSlot
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.training.memory.dry_run import AnyBatch
@@ -276,7 +276,7 @@ def _is_asked_at_runtime(node: ast.ClassDef) -> bool:
 @pytest.mark.parametrize(
     ("base", "ours"),
     [
-        (DataParallelBase, DistributedDataParallel),
+        (DataParallelChunkInterface, DistributedDataParallel),
         (HoldsActivations, ParallelTransformer),
         (GeneratedBatch, AnyBatch),
         (GradSlot, ParamSlot),

@@ -165,8 +165,8 @@ def mesh_of(rank, **options):
 @pytest.fixture
 def at():
     """Makes this process one of 16 ranks, for the accessors."""
-    yield lambda rank, **options: parallel_state.use_mesh(mesh_of(rank, **options))
-    parallel_state.use_mesh(None)
+    yield lambda rank, **options: parallel_state.set_thread_mesh(mesh_of(rank, **options))
+    parallel_state.set_thread_mesh(None)
 
 
 @pytest.mark.parametrize("rank", TABLE)

@@ -109,7 +109,7 @@ def test_a_bug_in_a_rule_is_no_problem_of_the_settings(monkeypatch):
 
 
 def test_a_bug_in_the_check_of_schedules_is_none_of_the_schedule(monkeypatch):
-    monkeypatch.setattr(registry, "problems_of", lambda *sizes: None + 1)
+    monkeypatch.setattr(registry, "missing_or_surplus_actions", lambda *sizes: None + 1)
     with pytest.raises(TypeError):
         registry.make_step("1f1b", 2, 4)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from script_run import leaving_nothing_of
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.memory.dry_run import Job, dry_run, mesh_of
-from megatron.training.memory.memory_advice import STATE, capacity_warning, less_with
+from megatron.training.memory.memory_advice import STATE, capacity_warning, flags_that_reduce
 from megatron.training.memory.peak_along_schedule import (
     DEVICE,
     IN_MEMORY,
@@ -365,7 +365,7 @@ def test_half_precision_is_advised_for_a_state_where_its_masters_do_not_outweigh
     for more in flags:
         words = [f"{WIDE} --seq-length 8 --world-size {world} {more} {p} --device cpu" for p in ("", "--bf16")]
         now, then = (max(one.state_within(*tiers) for one in ranks_of(of)) for of in words)
-        said = "--bf16" in less_with(job_of(words[0]).runtime.config, world, STATE, shares=shares)
+        said = "--bf16" in flags_that_reduce(job_of(words[0]).runtime.config, world, STATE, shares=shares)
         assert said == (then < 0.99 * now), (more, now, then)  # beside a few padded elements
         advised |= {more} if said else set()
     assert "--zero-stage 0" not in advised and "--offload-dir x" in advised

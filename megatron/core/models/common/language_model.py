@@ -13,7 +13,7 @@ from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.tensor_parallel.cross_entropy import sharded_losses
+from megatron.core.tensor_parallel.cross_entropy import losses_and_cross_entropy
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
@@ -155,7 +155,7 @@ class LanguageModelStage(nn.Module):
         config = self.settings
         terms = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_coeff} if self.training else {}
         compiled = compiles(config, logits.device)
-        loss, cross_entropy = sharded_losses(
+        loss, cross_entropy = losses_and_cross_entropy(
             logits, labels, self.axis, self.vocab_size, **terms, compiled=compiled, overwrite=compiled
         )
         return loss if cross_entropy is loss else torch.stack((loss, cross_entropy), dim=-1)

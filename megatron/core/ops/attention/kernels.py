@@ -212,7 +212,7 @@ def attention_function(name: str) -> str:
     return KERNELS.function_of(name)
 
 
-def kernel_for(name: str, case: AttentionCase) -> Kernel:
+def kernel_or_fallback(name: str, case: AttentionCase) -> Kernel:
     """Return the kernel that computes the case under this value of --attention-backend. ConfigError if none can."""
     kernel = KERNELS[name]
     tried = [name]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention.masks import Mask
-from megatron.core.ops.attention.tiles import by_head, tiles_of, wide_empty
+from megatron.core.ops.attention.tiles import flatten_batch_and_heads, tiles_of, wide_empty
 from megatron.core.ops.compile.compiled_region import Compiled
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, keep_mask
@@ -55,9 +55,9 @@ class _Tiled(torch.autograd.Function):
         lines [b, n, s, 2], columns [s]: the words of dropout's masks, or None and None.
         """
         shape = q.shape
-        q = by_head(q)  # [b n, s, d]
-        k = by_head(k)
-        v = by_head(v)
+        q = flatten_batch_and_heads(q)  # [b n, s, d]
+        k = flatten_batch_and_heads(k)
+        v = flatten_batch_and_heads(v)
         if lines is None and not is_accelerator(q.device):
             out, log_sums, *_ = _FLASH(q[None], k[None], v[None], 0.0, True, scale=scale)
             out = out[0]  # [b n, s, d]
@@ -86,7 +86,7 @@ class _Tiled(torch.autograd.Function):
         # Read once: under recomputation, reading saved_tensors recomputes them.
         q, k, v, out, log_sums, lines, columns = ctx.saved_tensors
         shape = grad.shape
-        grad = by_head(grad)  # [b n, s, d]
+        grad = flatten_batch_and_heads(grad)  # [b n, s, d]
         inner = (grad.to(log_sums.dtype) * out).sum(dim=-1)  # [b n, s], of each row: sum of probability x its gradient
         grad_q = torch.empty_like(q)
         # float32 or wider, since they are sums over tiles
@@ -120,7 +120,7 @@ def _words_of_tile(
     if lines is None:
         return None, None, 0.0
     heads, queries = rows
-    return by_head(lines)[heads, queries], columns[: queries.stop], probability
+    return flatten_batch_and_heads(lines)[heads, queries], columns[: queries.stop], probability
 
 
 # ---------------------------------------------------------------- formulas, compiled

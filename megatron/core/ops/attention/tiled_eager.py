@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megatron.core.ops.attention.masks import Mask, Window, hidden_in_tile
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions, with_sinks
-from megatron.core.ops.attention.tiles import Tile, by_head, tiles_of, wide_empty
+from megatron.core.ops.attention.tiles import Tile, flatten_batch_and_heads, tiles_of, wide_empty
 from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
 
@@ -63,9 +63,9 @@ class _EagerTiled(torch.autograd.Function):
         sinks: [b n] or None. words: of dropout's masks, lines [b, n, s, 2] and columns [s], or None and None.
         """
         shape = q.shape
-        q = by_head(q)  # [b n, s, d]
-        k = by_head(k)
-        v = by_head(v)
+        q = flatten_batch_and_heads(q)  # [b n, s, d]
+        k = flatten_batch_and_heads(k)
+        v = flatten_batch_and_heads(v)
         out = torch.empty_like(q)
         for tile in tile_softmax.tiles(q):
             # In one expression: nobody else may have the scores, which the softmax overwrites.
@@ -89,7 +89,7 @@ class _EagerTiled(torch.autograd.Function):
         tile_softmax = ctx.tile_softmax
         shape = grad.shape
         grad_sinks = None if sinks is None else wide_empty(sinks.shape, sinks).zero_()  # [b n]
-        grad = by_head(grad)  # [b n, s, d]
+        grad = flatten_batch_and_heads(grad)  # [b n, s, d]
         grad_q = torch.empty_like(q)
         # float32 or wider, since they are sums over tiles
         grad_k = wide_empty(k.shape, k).zero_()
@@ -175,7 +175,9 @@ class _TileSoftmax(NamedTuple):
         """
         if lines is None:
             return None
-        return ones_where_kept(MaskWords(by_head(lines)[tile.rows], columns[tile.columns[1]]), self.probability)
+        return ones_where_kept(
+            MaskWords(flatten_batch_and_heads(lines)[tile.rows], columns[tile.columns[1]]), self.probability
+        )
 
     def drop(self, ones: Tensor | None, x: Tensor) -> None:
         """Set dropped numbers of x [heads, queries, keys] to 0 and multiply the others by 1 / (1 - p), in place.

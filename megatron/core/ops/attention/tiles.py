@@ -57,7 +57,7 @@ def _size(tile: Tile) -> int:
     return _length(heads) * _length(queries) * _length(keys)
 
 
-def by_head(x: Tensor) -> Tensor:
+def flatten_batch_and_heads(x: Tensor) -> Tensor:
     """Flatten samples and heads: [b, n, ..] -> [b n, ..]"""
     return x.reshape(-1, *x.shape[2:])
 

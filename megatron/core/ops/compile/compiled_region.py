@@ -76,7 +76,7 @@ def compiles(config: CompileConfig, device: torch.device | str) -> bool:
     return config.compile != "off" and kind not in _lacking and why_not(kind) is None
 
 
-def agree_on_compiling(config: CompileConfig, device: torch.device | str, world: Axis) -> list[str]:
+def compile_if_all_ranks_can(config: CompileConfig, device: torch.device | str, world: Axis) -> list[str]:
     """Take one decision for all ranks of `world`: compile if all can. Returns its log lines. Every rank must call."""
     if config.compile == "off":
         return []

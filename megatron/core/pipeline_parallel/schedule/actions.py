@@ -63,7 +63,7 @@ Schedule = list[list[Action]]  # [rank][position]
 
 def gpipe(p: int, m: int, v: int = 1) -> Schedule:
     """GPipe: all forwards, then all backwards; m microbatches in flight on every rank (arXiv:1811.06965)."""
-    check_sizes("gpipe", p, m, v, chunks=1)
+    check_positive_sizes("gpipe", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: m)
 
 
@@ -72,7 +72,7 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
 
     The bubble of GPipe, but min(p - rank, m) microbatches in flight. The default.
     """
-    check_sizes("1f1b", p, m, v, chunks=1)
+    check_positive_sizes("1f1b", p, m, v, chunks=1)
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
 
@@ -99,7 +99,7 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
         rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
         rank 2 |    F0I0F1I1F2I2W0F3I3W1W2W3|
     """
-    check_sizes("zb-h1", p, m, v, chunks=1)
+    check_positive_sizes("zb-h1", p, m, v, chunks=1)
     return split_and_defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
 
 
@@ -138,7 +138,7 @@ def split_and_defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]
 
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
     """Return the forwards of `interleaved`, or of 1F1B with v = 1, for evaluation; m need not be a multiple of p."""
-    check_sizes("forward_only", p, m, v)
+    check_positive_sizes("forward_only", p, m, v)
     return forwards_over(loop(p, v), m)
 
 
@@ -212,7 +212,7 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
     ]
 
 
-def check_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None) -> None:
+def check_positive_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None) -> None:
     """Raise ValueError for sizes below 1, and for other than `chunks` chunks per rank."""
     problems = []
     if p < 1:
@@ -236,7 +236,7 @@ def check_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None)
 
 def _check_groups(name: str, p: int, m: int, v: int, *, instead: str) -> None:
     """Raise ValueError unless the microbatches can pass a rank's chunks in groups of p."""
-    check_sizes(name, p, m, v)
+    check_positive_sizes(name, p, m, v)
     if m % p:
         raise ValueError(
             f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); use {instead}, or change "

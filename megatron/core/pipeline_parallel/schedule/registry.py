@@ -63,7 +63,7 @@ def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
     reference = SCHEDULES[name](p, 2 * p, v)  # from which `stage_map` is read
     problems = [*_problems_of_type(schedule), *_problems_of_type(reference)][:1]
     if not problems:
-        problems = problems_of(schedule, p, m, v)
+        problems = missing_or_surplus_actions(schedule, p, m, v)
     if not problems:
         stages = stages_in(schedule)
         expected = stages_in(reference)
@@ -104,7 +104,7 @@ def default_chunks(name: str | None) -> int:
     return 1 if v is None or v.default is inspect.Parameter.empty else v.default
 
 
-def problems_of(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
+def missing_or_surplus_actions(schedule: Schedule, p: int, m: int, v: int = 1) -> list[str]:
     """Return the missing and surplus actions of a schedule for m microbatches through p * v stages.
 
     Each stage computes, on one rank, F and B, or F, I and W, once for each microbatch.

@@ -7,7 +7,7 @@ from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,
     Schedule,
-    check_sizes,
+    check_positive_sizes,
     count_stages,
     dependencies,
 )
@@ -23,7 +23,7 @@ def zb_v(p: int, m: int, v: int = 2) -> Schedule:
         rank 1 |  F0F1F2f0F3f1i0w0f2i1w1I0W0f3i2I1w2i3I2W1I3w3W2W3  |
         rank 2 |    F0f0F1f1F2f2i0w0F3I0W0f3i1I1i2I2w1i3I3W1w2W2w3W3|
     """
-    check_sizes("zb-v", p, m, v, chunks=2)
+    check_positive_sizes("zb-v", p, m, v, chunks=2)
     return _fill_with_weight_grads([_forwards_and_input_grads(rank, p, m) for rank in range(p)])
 
 
