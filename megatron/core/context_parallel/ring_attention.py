@@ -184,7 +184,7 @@ class _OverBlocks(torch.autograd.Function):
         """q: [s / c, b, n, d]; k, v: [s / c, b, groups, d]; sinks: [n]; bias: [n, s / c, s] -> [s / c, b, n, d]"""
         q_heads = _heads_for_kernel(q)  # [b, n, s / c, d]
         kv = torch.stack((_heads_first(k), _heads_first(v)))  # [2, b, groups, s / c, d]
-        # The attention to the keys so far, normalized, with log(sum exp) of each row; each visit merges a block into it.
+        # the attention to the keys so far, normalized, with log(sum exp) of each row; each visit merges a block
         softmax = OnlineSoftmax(q_heads, sinks)
         saved_kv = transfer.forward(kv, lambda chunks, here: kernel.add(softmax, q_heads, *here, chunks, bias))
         out, log_sums = softmax.result
@@ -208,12 +208,14 @@ class _OverBlocks(torch.autograd.Function):
         grad_bias = wide_empty(bias.shape, bias).zero_() if ctx.needs_input_grad[4] else None
 
         def visit(chunks: ChunkNumbers, here: Tensor, arriving: AsyncHandle[Tensor] | None) -> Tensor:
+            # This rank's part comes first: what arrives may be in flight until the first block (flash) or all tiles are
+            # done, and is then added.
             grad_kv = LazySum(here[0], tensors=len(here), arriving=arriving)
             ctx.kernel.add_grads(GradSums(grad_q, grad_kv, grad_bias), inputs, q_heads, *here, chunks, bias)
             return grad_kv.result
 
         grad_kv = ctx.transfer.backward(kv, visit)  # [2, b, s / c, groups, d]
-        # exp(sink - log_sums), the result and its gradient suffice: no block of keys
+        # the sinks, log_sums, the result and its gradient suffice: no block of keys
         grad_sinks = None if sinks is None else inputs.grad_of_sinks(sinks)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)

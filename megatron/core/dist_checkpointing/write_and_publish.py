@@ -12,9 +12,9 @@ No torch.
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
 Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names
-the previous checkpoint, unless what fails comes after the pointer's rename. All ranks write below one folder, so it
-must be on a file system that they share; a rank that does not see it, or whose files rank 0 does not see, is reported.
-One job at a time may save below a root; the caller ensures that.
+the previous checkpoint, unless what fails comes after the pointer's rename (or the folder's, where the latest iteration
+is saved again). All ranks write below one folder, so it must be on a file system that they share; a rank that does not
+see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the caller ensures that.
 
 The training ranks run these steps themselves (`save_sharded.py`), or a process beside each of them does
 (`writer_process.py`).
@@ -208,6 +208,7 @@ def _write_pieces(path: Path, items: dict[str, TensorToWrite]) -> tuple[dict[str
 
 
 def _write_piece(file: BinaryIO, path: Path, box: Box, buffers: Iterable[Any]) -> Piece:
+    # Zeros come before the piece, so that it begins at a multiple of ALIGNMENT. The record counts the piece alone.
     padding = bytes(-file.tell() % format.ALIGNMENT)
     file_layer.write_all(file, padding, path)
     offset = file.tell()

@@ -82,7 +82,7 @@ class ParamFetcher(ParamGather):
         self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
         self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
-        self._order: list[str] = []  # units in the order of their first use; one that is used twice has one place
+        self._order: list[str] = []  # units in the order of their first use; a second use prefetches, too
 
         # the buckets of each unit
         unit_of_module = _units_of_modules(module)
@@ -95,6 +95,8 @@ class ParamFetcher(ParamGather):
                 slot = slot_of(parameter)
                 if slot is not None:
                     buckets_of[unit].append(slot.bucket)
+        # Buckets that several units own. A tied embedding that is passed as an input has one owner, so its bucket stays
+        # resident from the output layer's backward to the embedding's.
         num_units = Counter(bucket for own in buckets_of.values() for bucket in set(own))
         self._shared = {bucket for bucket, count in num_units.items() if count > 1}
 
@@ -188,7 +190,8 @@ class ParamFetcher(ParamGather):
         if unit not in self._order:
             self._order.append(unit)
 
-        # Recomputation runs forward inside a backward: the unit needed next is in the other direction. No prefetch.
+        # Recomputation runs forward inside a backward. After its last unit the backward needs the units before it, so
+        # there is no prefetch; also not inside a recomputed group of layers, where the next unit would be right.
         if self._in_backward and direction > 0:
             return
         following = self._order.index(unit) + direction

@@ -106,7 +106,8 @@ class Executor:
     def forward(self, action: Action) -> None:
         """F: run a microbatch through a stage, and keep the root of its graph for the backward.
 
-        Input and output are the tensors of the boundary, [s, b, h]; on the last stage the output is a loss [].
+        Input and output are the tensors of the boundary, [s, b, h]; on the last stage the output is a loss of one
+        number, [] or [1].
         """
         stage = action.stage
         key = action[1:]
@@ -127,7 +128,7 @@ class Executor:
         if is_last:
             loss = parse_loss_tuple(loss_func(output), self.nominal_tokens)
             self.totals.add(loss)
-            output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale  # []
+            output = loss.objective if self.loss_scale == 1.0 else loss.objective * self.loss_scale  # [] or [1]
 
         # keep the start of the backward
         outputs = output if isinstance(output, tuple) else (output,)
@@ -233,7 +234,7 @@ class _Input:
         self._grads: list[Tensor] = []
 
     def enter(self) -> Tensor:
-        """Return the tensor as the root of the stage's graph. May be called once."""
+        """Return the tensor; in training, a floating-point one as the root of the stage's graph. May be called once."""
         x, self._x = self._x, None
         assert x is not None, "the forward of a microbatch ran twice"
         if not self._wants_grad:
