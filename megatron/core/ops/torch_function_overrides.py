@@ -23,7 +23,7 @@ def blocks_to_compute(blocks: Iterable[T], size: Callable[[T], int]) -> Iterable
 
 @overridable
 def checkpoint_determinism_check() -> str:
-    """Return the `checkpoint_determinism_check` of torch.utils.checkpoint.checkpoint.
+    """Return the `determinism_check` of torch.utils.checkpoint.checkpoint.
 
     It says what torch compares of recomputed tensors.
     """

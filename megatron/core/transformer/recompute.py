@@ -51,7 +51,7 @@ def recompute_in_backward(
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        checkpoint_determinism_check=checkpoint_determinism_check(),
+        determinism_check=checkpoint_determinism_check(),
     )
 
 
