@@ -188,8 +188,8 @@ class PositionConfig(ShapeConfig):
     )
     rotary_base_of_windows: Positive | None = option(
         None,
-        "base of the rotary frequencies in layers with a sliding window, where no frequency scaling applies; "
-        "default: --rotary-base for all layers",
+        "base of the rotary frequencies in layers with a sliding window; frequency scaling is then not applied in "
+        "these layers; default: --rotary-base for all layers",
     )
     no_rope_freq: str | None = option(
         None,
