@@ -85,6 +85,6 @@ class GuardConfig(FlagConfig):
             )
         if self.error_injection_rate and self.replay_every is None:
             yield (
-                "--error-injection-rate changes microbatches that are computed twice, and none are; give "
-                "--rerun-interval N"
+                "--error-injection-rate changes microbatches that are computed twice, but this run computes none "
+                "twice; give --rerun-interval N"
             )
