@@ -207,9 +207,9 @@ def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
         return state
     if function != SOFTMAX:
         raise ConfigError(
-            f"{source} has attention that computes {function!r}, but programs that read the folder would compute "
-            f"{SOFTMAX!r}; keep the model as a checkpoint (--save). If the kernel computes the same, it must say so: "
-            "Kernel(..., computes=SOFTMAX)"
+            f"{source} has attention that computes {function!r}, but programs that read the Hugging Face folder would "
+            f"compute {SOFTMAX!r}; keep the model as a checkpoint (--save). If the kernel does compute this softmax, "
+            "declare it: Kernel(..., computes=SOFTMAX)"
         )
     if "transformer" not in settings:
         return state

@@ -83,7 +83,9 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
     offload_optimizer = _offload(zero, "offload_optimizer")
     offload_param = _offload(zero, "offload_param")
     if offload_param.tier != "device" and (stage != 3 or offload_optimizer.tier == "device"):
-        raise ConfigError("ds_config: offload_param needs stage 3, and offload_optimizer with a device too; give both")
+        raise ConfigError(
+            "ds_config: offload_param needs two things: stage 3, and an offload_optimizer that has a device; give both"
+        )
     overlap_comm = bool(zero.get("overlap_comm"))
     bucket_size = zero.get("reduce_bucket_size")
 

@@ -289,15 +289,15 @@ def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
     instances = config.data_parallel.num_distributed_optimizer_instances
     if stage and 1 < instances == config.data_parallel_size(world_size):
         yield (
-            f"no effect here: ZeRO stage {stage}: --num-distributed-optimizer-instances {instances} is the data-parallel size, "
-            "so each group has one rank, which holds all shards"
+            f"no effect here: ZeRO stage {stage}, because --num-distributed-optimizer-instances {instances} is the "
+            "data-parallel size: each group has only one rank, and that rank holds all shards"
         )
     if config.optimizer.reuse_fp32_param:
         yield (
-            "--reuse-fp32-param: weights are the masters rounded to nearest even, as without the flag. But a master "
-            "exactly halfway between two weights that rounds towards zero (1 in 131,072 by chance) is stored one "
-            "unit in its last place nearer to zero. In time the last digits of losses may differ from those of a run "
-            "without the flag"
+            "--reuse-fp32-param: weights are the masters rounded to nearest even; this is the same without the flag. "
+            "Masters are stored exactly, with one exception: a master that is exactly halfway between two weights and "
+            "is rounded towards zero (1 in 131,072 by chance) is stored one unit in its last place nearer to zero. "
+            "Therefore the last digits of losses may in time differ from those of a run without the flag"
         )
 
 

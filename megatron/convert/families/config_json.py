@@ -96,7 +96,7 @@ def settings_of(config: Mapping[str, Any], source: str) -> tuple[ModelSettings, 
         )
     unsupported = sorted(settings.keys() - {f.name for f in fields(ModelConfig)})
     if unsupported:
-        raise ConfigError(f"{source}: this model needs {', '.join(unsupported)}, which is not built")
+        raise ConfigError(f"{source}: this model needs {', '.join(unsupported)}, which is not supported")
     return settings, vocab_size
 
 

@@ -203,7 +203,7 @@ def _nested_parameters(reader: ConfigReader) -> tuple[dict[str, Any], dict[str, 
         raise reader.error(_PARAMETERS_5, "layers with a window must rotate without a scaling")
     more = sorted(key for key in window.keys() - {_THETA, "rope_type", "type"} if window[key] is not None)
     if more:
-        raise reader.error(_PARAMETERS_5, f"{', '.join(more)} of layers with a window is not built")
+        raise reader.error(_PARAMETERS_5, f"{', '.join(more)} of layers with a window is not supported")
     return full, window
 
 
@@ -238,7 +238,7 @@ def _scaling(
             raise reader.error(_PARAMETERS_5, f"rope_type default has no {', '.join(sorted(values))}")
         return None
     if kind == "yarn" and "mrope_section" in values:
-        raise reader.error(_PARAMETERS_5, "positions of images are not built")
+        raise reader.error(_PARAMETERS_5, "positions of images are not supported")
 
     # the original length and the factor, which may follow from other keys
     if kind == "dynamic":

@@ -117,7 +117,7 @@ class _Unpickler:
     def line(self) -> str:
         stop = self.data.find(b"\n", self.position, self.position + 1000)
         if stop < 0:
-            raise PickleError(f"has a name in its pickle that never ends, from byte {self.position} on")
+            raise PickleError(f"has a pickle with a name that never ends, from byte {self.position} on")
         return self.take(stop + 1 - self.position)[:-1].decode()
 
     def pop(self) -> Any:
@@ -143,13 +143,13 @@ class _Unpickler:
             is_allowed = module.split(".")[0] in _MODULES or is_builtin
         if not is_allowed:
             what = f"{module:.60}.{name:.60}" if are_texts else "no text"
-            raise PickleError(f"names {what!r} in its pickle, a class or function that no checkpoint needs")
+            raise PickleError(f"has a pickle that names {what!r}, a class or function that no checkpoint needs")
         return GlobalName(module, name)
 
 
 def _construct(constructor: Any, arguments: Any) -> Any:
     if not isinstance(constructor, GlobalName) or not isinstance(arguments, tuple):
-        raise PickleError("calls an object in its pickle that is not a class or function")
+        raise PickleError("has a pickle that calls an object that is not a class or function")
     if str(constructor) in ("collections.OrderedDict", "builtins.dict") and not arguments:
         return {}
     return PickledObject(constructor, arguments)
@@ -176,7 +176,7 @@ def _build(unpickler: _Unpickler) -> None:
     if isinstance(target, PickledObject):
         target.state = state
     elif not isinstance(target, dict):  # attributes of a dictionary, as `_metadata` of a state_dict, are not read
-        raise PickleError("sets the state of a pickled value that cannot have a state")
+        raise PickleError("has a pickle that sets the state of a value that cannot have a state")
     unpickler.stack.append(target)
 
 
@@ -186,13 +186,13 @@ def _append(target: Any, values: list[Any]) -> None:
     elif isinstance(target, PickledObject):
         target.items.extend(values)
     else:
-        raise PickleError("appends in its pickle to a value that is not a list")
+        raise PickleError("has a pickle that appends to a value that is not a list")
 
 
 def _set_items(target: Any, values: list[Any]) -> None:
     """values: key, value, key, value, ..."""
     if len(values) % 2 or not isinstance(target, dict | PickledObject):
-        raise PickleError("sets items in its pickle of a value that is not a dictionary")
+        raise PickleError("has a pickle that sets items of a value that is not a dictionary")
     pairs = list(zip(values[::2], values[1::2]))
     if isinstance(target, PickledObject):
         target.items.extend(pairs)

@@ -82,7 +82,8 @@ def read_classic(path: Path) -> MegatronModel:
     source = f"{path / files[0, 0]}: args"
     if not args:
         raise ConfigError(
-            f"{source} are missing, which say what the model computes; checkpoints from before 2019-11 have none"
+            f"{source} are missing; they contain the model's settings, which checkpoints from before 2019-11 do not "
+            "have"
         )
     settings = settings_of_args(args, source)
     _check_sizes(path, files, args)

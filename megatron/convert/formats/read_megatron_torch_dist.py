@@ -70,13 +70,11 @@ def _settings_and_args(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]
         file = folder.file(folder.objects[_COMMON_STATE])
         values = file.values[0] if isinstance(file.values, list) and file.values else None
     else:
-        raise ConfigError(
-            f"{folder.path} has neither {COMMON} nor common_state; without them it is not known what the model computes"
-        )
+        raise ConfigError(f"{folder.path} has neither {COMMON} nor common_state, which contain the model's settings")
     args = plain_args_from_pickle(values.get("args")) if isinstance(values, dict) else {}
     source = f"{folder.path / file.name}: args"
     if not args:
-        raise ConfigError(f"{source} are missing, which say what the model computes")
+        raise ConfigError(f"{source} are missing; they contain the model's settings")
     return settings_of_args(args, source), args
 
 

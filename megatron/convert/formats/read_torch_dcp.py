@@ -210,7 +210,7 @@ def _box_of(fields: Mapping[str, Any]) -> Box:
     starts = _numbers(fields.get("offsets"))
     sizes = _numbers(fields.get("sizes"))
     if len(starts) != len(sizes):
-        raise PickleError("has a chunk with more offsets than sizes, or fewer")
+        raise PickleError("has a chunk whose number of offsets differs from its number of sizes")
     return tuple((start, start + size) for start, size in zip(starts, sizes))
 
 

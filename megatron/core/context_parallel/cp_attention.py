@@ -45,8 +45,8 @@ class ContextParallel:
         if self.axis.size > 1 and self.longest is not None and length > self.longest:
             raise ValueError(
                 f"each of {self.axis.size} context-parallel ranks was given {length // self.axis.size} tokens of "
-                f"each sample, but a sample has only {self.longest}; shard the batch in forward_step with "
-                "get_batch_on_this_cp_rank(batch)"
+                f"each sample, but a complete sample has only {self.longest}: the batch is not sharded; in "
+                "forward_step, shard it with get_batch_on_this_cp_rank(batch)"
             )
 
     def method_of(self, layer: int) -> "Method | None":

@@ -58,7 +58,7 @@ class GPTDataset(MegatronDataset):
         first = int(self.indices[0])
         past = int(self.indices[-1]) + 1
         if past - first != len(self.indices):
-            raise NotImplementedError("GPTDataset: indices with gaps are not built; give a range")
+            raise NotImplementedError("GPTDataset: indices with gaps are not supported; give a contiguous range")
         kind = gpt_samples.GPTSamples(data, self.config.random_seed, rules)
         request = kind.request((first, past), self.num_samples)
         indices = build_indices(self.dataset.sequence_lengths, request)

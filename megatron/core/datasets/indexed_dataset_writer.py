@@ -153,8 +153,9 @@ def _check_lengths(lengths: Integers, sequences: Integers, tokens: int | None = 
         tokens = total
     if sequences.sum() != len(lengths) or shortest < 0 or tokens != total:
         raise ValueError(
-            f"{tokens} tokens do not make {len(lengths)} sequences with {total} tokens in all and at least "
-            f"{shortest} each, or {len(sequences)} documents with {sequences.sum()} sequences in all"
+            f"the totals do not agree, or a length is negative: {tokens} tokens; {len(lengths)} sequences with {total} "
+            f"tokens in all and at least {shortest} each; {len(sequences)} documents with {sequences.sum()} sequences "
+            "in all"
         )
     if lengths.max(initial=0) > np.iinfo(np.int32).max:
         raise ValueError(f"a sequence of {lengths.max()} tokens is too long; the format allows at most 2**31 - 1")

@@ -44,7 +44,7 @@ class ShardedTensor(TensorWithOwnKey):
         """
         if self.data is None or self.flattened_range is not None:
             raise NotImplementedError(
-                f"{self.key}: a ShardedTensor without data, or of a flattened range, is not built"
+                f"{self.key}: a ShardedTensor without data or with a flattened_range is not supported"
             )
         data = self.data.detach()[(None,) * self.prepend_axis_num]  # [1, ..., 1, *local_shape]
         replica_id = self.replica_id if isinstance(self.replica_id, tuple) else (self.replica_id,)
@@ -96,7 +96,7 @@ class ShardedObject:
     def __post_init__(self) -> None:
         if any(size != 1 for size in self.global_shape):
             raise NotImplementedError(
-                f"{self.key}: a ShardedObject of {self.global_shape} parts is not built; save tensors"
+                f"{self.key}: a ShardedObject of {self.global_shape} parts is not supported; save tensors"
             )
 
 

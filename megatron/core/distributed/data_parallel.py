@@ -108,7 +108,10 @@ class DistributedDataParallel(DataParallelChunkInterface):
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
         if fills_grad and zero.shards_state:
-            raise ConfigError(f"fills_grad needs complete gradients, but ZeRO stage {self.settings.stage} shards them")
+            raise ConfigError(
+                f"fills_grad=True needs complete gradients, but ZeRO stage {self.settings.stage} shards them; use "
+                "stage 0"
+            )
 
         # the parameters move into buffers
         units = units_of(module)

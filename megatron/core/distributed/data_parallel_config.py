@@ -35,7 +35,7 @@ class DataParallelConfig(FlagConfig):
         None, "shard over data-parallel ranks: 1: optimizer state; 2: also gradients; 3: also parameters"
     )
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
-        None, "the ZeRO stage under its name in Megatron-FSDP"
+        None, "the ZeRO stage, by Megatron-FSDP's names: no_shard: 0; optim: 1; optim_grads: 2; optim_grads_params: 3"
     )
     num_distributed_optimizer_instances: Count = option(
         1, "number of groups of data-parallel ranks; each group has a full set of shards (hybrid sharding)"
@@ -59,8 +59,8 @@ class DataParallelConfig(FlagConfig):
     )
     main_grads_dtype: Literal["fp32", "bf16"] = option(
         "fp32",
-        "dtype in which gradients are accumulated and reduced; bf16 needs --bf16 and sharded optimizer state, whose shards "
-        "stay in fp32",
+        "dtype in which gradients are accumulated and reduced; bf16 needs --bf16 and sharded optimizer state. Each "
+        "rank's shard of the reduced gradients stays in fp32",
     )
     fixed_order_grad_reduce: bool = option(
         False,

@@ -78,8 +78,8 @@ class FullParameters:
         rounded = [slot for slot in _slots_of(self._parameters) if slot.bucket.buffer.is_half_precision]
         if changed_on is not None and rounded:
             raise ValueError(
-                f"{rounded[0].name} is a rounded copy of a float32 master, which would undo a change of it; change "
-                "weights before the module is wrapped"
+                f"{rounded[0].name} is a rounded copy of a float32 master weight: the next update would overwrite a "
+                "change of the copy from the master; change weights before the module is wrapped"
             )
 
     def __enter__(self) -> None:

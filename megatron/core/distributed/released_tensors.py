@@ -71,9 +71,9 @@ class ReleasedParameter(BeforeUseHookTensor, nn.Parameter):
         if function == "__repr__":
             return f"ReleasedParameter({_name_of(tensors)}, {tuple(tensors[0].shape)})"
         raise RuntimeError(
-            f"{_name_of(tensors)} is used while ZeRO stage 3 has released it: its values are resident only while its "
-            "module runs. Use it inside the forward of that module, pass it to the forward of a module without "
-            "children, or use --zero-stage 2. To read all weights, save a checkpoint"
+            f"{_name_of(tensors)} is used while ZeRO stage 3 has released it: its values are in memory only while its "
+            "module runs. Use it inside the forward of that module, or pass it as an argument to a module without "
+            "submodules, or use --zero-stage 2. To read all weights, save a checkpoint"
         )
 
 

@@ -59,16 +59,16 @@ def load_model(
     if saved_model != kind.__name__:
         raise ConfigError(
             f"{checkpoint.folder} contains a {saved_model}, but the model class here is {kind.__name__}, whose "
-            f"layers would compute something else. If the class that trained computes the same as {kind.__name__}, "
-            f'it must say so when it trains: model_name = "{kind.__name__}"'
+            "layers would compute something else. If the class used in training computes the same as "
+            f'{kind.__name__}, set model_name = "{kind.__name__}" in that class before training'
         )
     saved_function = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
     function = attention_function(config.attention_backend)
     if saved_function not in (None, function):
         raise ConfigError(
             f"{checkpoint.folder} was trained with attention that computes {saved_function!r}, but "
-            f"--attention-backend {config.attention_backend} computes {function!r} here; give the training script, "
-            "which adds its kernel, as --model"
+            f"--attention-backend {config.attention_backend} computes {function!r} here; give as --model the training "
+            "script, which registers the kernel used in training"
         )
 
     # build this rank's stage; matmul modes are measured again, since the checkpoint may come from another CPU

@@ -133,8 +133,8 @@ class FlatOptimizer:
             optimizer = self._group_of[first].optimizer or self.config.optimizer
             raise ConfigError(
                 f"--optimizer {optimizer} needs complete matrices ({first} and {len(matrices) - 1} more), but with "
-                f"{' and '.join(hindrances)} a rank has only parts of them; use --zero-stage 1 and leave out the "
-                "others"
+                f"{' and '.join(hindrances)} a rank has only parts of them; use at most --zero-stage 1, without "
+                "offload and without --reuse-fp32-param"
             )
 
         for name, parameter in matrices.items():

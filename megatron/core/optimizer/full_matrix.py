@@ -164,7 +164,8 @@ def full_matrices_over_tp(
         others = set(placement.shard) - {"tp"}
         if others:
             raise ConfigError(
-                f"{name} is sharded over {', '.join(others)}, but an optimizer of complete tensors gathers only over tp"
+                f"{name} is sharded over {', '.join(others)}, but an optimizer that updates complete tensors can "
+                "gather shards only over tp"
             )
         if tp.size > 1 and (placement.shard or placement.rows):
             own_pieces[name] = pieces(placement, tuple(parameter.shape), mesh)

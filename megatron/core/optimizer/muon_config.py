@@ -42,10 +42,10 @@ _LAST_REPEATS = ("simple", "polar_express")
 class MuonConfig(FlagConfig):
     """Muon."""
 
-    muon_momentum: BelowOne = option(0.9, "muon: momentum, as in m = momentum m + (1 - momentum) gradient")
+    muon_momentum: BelowOne = option(0.9, "muon: momentum, as in m = momentum * m + (1 - momentum) * gradient")
     muon_nesterov: bool = option(
         False,
-        "muon: Nesterov momentum: orthogonalize momentum m + (1 - momentum) gradient instead of m",
+        "muon: Nesterov momentum: orthogonalize momentum * m + (1 - momentum) * gradient instead of m",
         flags=("--muon-nesterov", "--muon-use-nesterov"),
     )
     muon_num_ns_steps: Count = option(5, "muon: Newton-Schulz steps")
@@ -69,8 +69,8 @@ class MuonConfig(FlagConfig):
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = option(
         "medium",
-        "muon: precision of the products of float32 matrices: medium: bfloat16 (on a CPU without bfloat16 units: as "
-        "high); high: TF32 where the device has it; highest: float32",
+        "muon: precision of the products of float32 matrices: medium: bfloat16 (on a CPU without bfloat16 units: "
+        "the same as high); high: TF32 where the device has it; highest: float32",
     )
 
     def problems(self) -> Iterator[str]:

@@ -109,8 +109,9 @@ class OptimizerConfig(MuonConfig):
     clip_grad: NotNegative = option(1.0, "clip the global gradient norm to this; 0: no clipping")
     reuse_fp32_param: bool = option(
         False,
-        "with --bf16: store an fp32 master weight as the bf16 weight plus 16 more bits, which saves 2 bytes per "
-        "parameter; 1 in 131,072 masters, halfway between two bf16 values, loses one unit in its last place",
+        "with --bf16: store an fp32 master weight as the bf16 weight plus 16 more bits; this saves 2 bytes per "
+        "parameter. 1 master in 131,072 loses one unit in its last place: one that is exactly halfway between two bf16 "
+        "values and is rounded towards zero",
     )
 
     def problems(self) -> Iterator[str]:

@@ -136,7 +136,9 @@ def one_cycle(
     """
     first, second = sizes
     if min(first, second) < 1:
-        raise ConfigError(f"a cycle has {first} updates up and {second} updates down; give 1 or more of each")
+        raise ConfigError(
+            f"a cycle rises for {first} updates and then falls for {second}; each number must be 1 or more"
+        )
 
     def at(step: int) -> float:
         if step >= first + second:

@@ -36,7 +36,8 @@ class DeviceConfig(FlagConfig):
     empty_unused_memory_level: Literal[0, 1, 2] = option(
         0,
         "return cached memory to the driver (torch.cuda.empty_cache): 1: after the last backward of an iteration; 2: "
-        "also after the update; on a CPU: 1 frees blocks above 1 MB at once, and 2 blocks above 128 KiB",
+        "also after the update. On a CPU, return freed blocks to the system at once: 1: blocks above 1 MB; 2: blocks "
+        "above 128 KiB",
     )
     check_memory: bool = option(
         True,

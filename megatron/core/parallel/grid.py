@@ -147,8 +147,8 @@ class AxisSizes:
         if grid.group_of(0, "pp") != self.dense().group_of(0, "pp"):
             raise ConfigError(
                 f"{names} must be tensor-model-parallel-size ({self.tp}) x context-parallel-size ({self.cp}) if pp "
-                f"varies faster than dp (order {self.order}); otherwise a stage's experts would be on other ranks; "
-                "leave out --use-tp-pp-dp-mapping"
+                f"varies faster than dp (order {self.order}); with another product the experts of a pipeline stage "
+                "would be on other ranks than the stage's other layers; leave out --use-tp-pp-dp-mapping"
             )
         return grid
 

@@ -44,7 +44,7 @@ def filtered(nodes: Slots, include: str = "", exclude: str = "") -> Slots:
     Raises ConfigError for a node or slot that the hostfile does not have.
     """
     if include and exclude:
-        raise ConfigError("--include and --exclude exclude each other; give only one of them")
+        raise ConfigError("--include and --exclude cannot be combined; give only one of them")
     # read the filter
     named = Slots()
     for part in (include or exclude).split("@"):

@@ -47,9 +47,9 @@ class ParallelConfig(FlagConfig):
     )
     pipeline_schedule: str | None = option(
         None,
-        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (interleaved, with weight gradients in the bubble), zb-v "
-        "(two chunks per rank, in a V: the smallest bubble with the memory of 1f1b), or the name of a schedule that "
-        "the script registers; default: 1f1b, or interleaved with several chunks per rank",
+        "1f1b, interleaved, gpipe, zb-h1, zb-interleaved (as interleaved, but weight gradients fill the bubble), zb-v "
+        "(two chunks per rank, placed in a V; has the smallest bubble and uses as much memory as 1f1b), or the name of "
+        "a schedule that the script registers; default: 1f1b, or interleaved with several chunks per rank",
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers on the first pipeline rank; default: an equal share"
@@ -68,7 +68,9 @@ class ParallelConfig(FlagConfig):
         True, "between stages, send the full activations from each tensor-parallel rank instead of one shard per rank"
     )
     use_tp_pp_dp_mapping: bool = option(
-        False, "rank order tp-cp-ep-pp-dp: pipeline neighbours are adjacent to tensor-parallel ranks"
+        False,
+        "order ranks as tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp, so that all pipeline stages of a data-parallel "
+        "replica have consecutive ranks",
     )
 
     def problems(self) -> Iterator[str]:

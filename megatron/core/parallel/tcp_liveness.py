@@ -206,7 +206,7 @@ class LivenessServer:
         rank = int(message["rank"])
         name = str(message["name"])
         if self._lost and rank in self._peers:
-            raise ValueError("of the next attempt: a launcher has started it again before this one has ended")
+            raise ValueError("a rank of the next attempt: the launcher has started it before this attempt has ended")
         problem = self._problem_of(rank, name, int(message["ranks"]))
         if problem:
             output_streams.print_stderr(f"rank 0: {problem}")

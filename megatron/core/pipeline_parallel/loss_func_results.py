@@ -33,8 +33,8 @@ def read_step(result: Any, *, is_last: bool) -> tuple[Any, Any]:
     output, loss_func = result
     if is_last and not callable(loss_func):
         raise TypeError(
-            f"forward_step returned (output, {loss_func!r}) on the last stage; there it must return a function "
-            "loss_func(output) -> (loss_sum, num_tokens, report), and only on other stages may return None instead"
+            f"forward_step returned (output, {loss_func!r}) on the last stage. There the second value must be a "
+            "function loss_func(output) -> (loss_sum, num_tokens, report); on other stages it may be None"
         )
     outputs = output if isinstance(output, tuple) else (output,)
     if not is_last and not all(isinstance(x, Tensor) for x in outputs):

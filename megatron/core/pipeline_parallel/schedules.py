@@ -184,7 +184,8 @@ class Pipeline:
         schedule = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
         if stages_in(schedule) != self.stages:
             raise ValueError(
-                f"{name}: with {m} microbatches the schedule places its stages on other ranks; fix SCHEDULES[{name!r}]"
+                f"{name}: with {m} microbatches the schedule places its stages on other ranks than the model has them "
+                f"on; fix SCHEDULES[{name!r}]"
             )
         return schedule
 

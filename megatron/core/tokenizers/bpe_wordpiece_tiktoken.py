@@ -248,7 +248,7 @@ def tik_tokenizer(config: Any) -> FastTokenizer:
     tokens = _ranked_tokens(config.tokenizer_model, max_ids - count)
     if config.vocab_size is not None and len(tokens) + count != config.vocab_size:
         raise ValueError(
-            f"{config.tokenizer_model} has {len(tokens)} tokens, and {count} with special ones "
+            f"{config.tokenizer_model} has {len(tokens)} tokens, which with {count} special tokens makes "
             f"{len(tokens) + count}; that is fewer than --vocab-size ({config.vocab_size}); lower --vocab-size, or "
             "leave it out"
         )
@@ -291,7 +291,10 @@ def _ranked_tokens(path: str, max_count: int) -> list[bytes]:
     except (ValueError, TypeError, KeyError) as error:  # binascii.Error is a ValueError
         raise ValueError(f"{path} is not {kind}: {error!r}") from None
     if ranks != list(range(len(ranks))) or tokens[:256] != [bytes([i]) for i in range(256)]:
-        raise ValueError(f"{path}: ranks must be 0, 1, 2, ..., and the first 256 tokens must be the 256 bytes")
+        raise ValueError(
+            f'{path}: the "rank" of the tokens must be 0, 1, 2, ..., and the first 256 tokens must be the 256 single '
+            "bytes"
+        )
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{path} has a token twice")
     return tokens[:max_count]

@@ -99,7 +99,7 @@ class Token:
             return cls(value)
         if not isinstance(value, dict) or not isinstance(value.get("content"), str):
             raise ValueError(
-                f"{source} is {value!r:.80}; it must be a string, or an object with a content; correct the file"
+                f'{source} is {value!r:.80}; it must be a string, or an object with the key "content"; correct the file'
             )
         flags = {name: bool(value.get(name, False)) for name in _FLAGS}
         flags["normalized"] = bool(value.get("normalized", not flags["special"]))

@@ -43,8 +43,8 @@ class TokenizerConfig(FlagConfig):
     )
     tokenizer_transformers_version: Literal["4", "5"] | None = option(
         None,
-        "version of transformers whose ids HuggingFaceTokenizer gives; needed for a folder that versions 4.57 and 5 "
-        "read differently",
+        "version of transformers to imitate: HuggingFaceTokenizer gives the same token ids as this version; needed for "
+        "a folder for which versions 4.57 and 5 give different ids",
     )
     vocab_size: Count | None = option(
         None,

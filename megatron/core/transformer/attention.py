@@ -203,8 +203,8 @@ def shared_group_rows(n: int, groups: int, d: int, tp: TensorParallel) -> tuple[
     heads_per_group = n // groups
     if tp.kv is None or tp.kv.size != neighbours:
         raise ValueError(
-            f"{groups} query group(s) on {tp.axis.size} tensor-parallel ranks: {neighbours} ranks share each "
-            f"key/value head, but the mesh groups {tp.kv.size if tp.kv else 1}; give "
+            f"{groups} query group(s) on {tp.axis.size} tensor-parallel ranks: each key/value head must be "
+            f"shared by {neighbours} ranks, but in the mesh it is shared by {tp.kv.size if tp.kv else 1}; give "
             f'initialize_model_parallel(ranks_per_kv_head={neighbours}), and TensorParallel(kv=mesh["kv"])'
         )
     # all in heads
@@ -351,8 +351,8 @@ class CrossAttention(ParallelCrossAttention):
     ):
         if [get_module(part) for part in vars(submodules).values()] != CROSS_ATTENTION_PARTS:
             raise NotImplementedError(
-                "CrossAttention: submodules of a script's own are not built; give CrossAttentionSubmodules with "
-                "its default parts"
+                "CrossAttention: custom submodules are not supported; give CrossAttentionSubmodules with its default "
+                "parts"
             )
         model_config = settings_of(config)
         super().__init__(model_config, layer_number - 1, context_of(model_config, config))

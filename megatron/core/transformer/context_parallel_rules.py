@@ -57,6 +57,6 @@ def context_parallel_problems(
         if heads % head_ranks[name]:
             yield (
                 f"--cp-comm-type {name} distributes the {heads} attention heads of a tensor-parallel rank over "
-                f"{head_ranks[name]} ranks of --context-parallel-size ({ranks}), which must divide their number; "
-                "change a size, or use p2p or all_gather"
+                f"{head_ranks[name]} ranks of --context-parallel-size ({ranks}), which leaves a remainder; change a "
+                "size, or use p2p or all_gather"
             )

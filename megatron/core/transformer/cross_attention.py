@@ -34,7 +34,7 @@ class ParallelCrossAttention(nn.Module):
         d = config.head_width
         if config.query_groups != n:
             raise ValueError(
-                f"cross-attention: {config.query_groups} query groups for {n} heads are not built; give as many "
+                f"cross-attention: {config.query_groups} query groups for {n} heads are not supported; give as many "
                 "groups as heads"
             )
         self.head_width = d

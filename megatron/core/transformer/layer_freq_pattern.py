@@ -34,8 +34,8 @@ def read_pattern(text: str) -> str:
     is_list = isinstance(value, list) and bool(value) and {*value} <= {0, 1}
     if not (is_number or is_list):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be N, a whole number from 1 on (every Nth layer is the exception), or a list of a 1 or a "
-            "0 for each layer, such as [1,1,0]*4"
+            f"{text!r} must be N, a whole number of at least 1 (every Nth layer differs from the others), or a list "
+            "with one entry, 1 or 0, for each layer, such as [1,1,0]*4"
         )
     return str(value).replace(" ", "")
 

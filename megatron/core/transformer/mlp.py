@@ -83,7 +83,9 @@ class MLP(ParallelMLP):
     @accepts_defaults_only(ffn_hidden_size=None, tp_group=None)
     def __init__(self, config: Any, submodules: MLPSubmodules, is_expert: bool = False, input_size: int | None = None):
         if is_expert or input_size not in (None, config.hidden_size):
-            raise NotImplementedError("MLP: is_expert and another input_size are not built yet; leave them out")
+            raise NotImplementedError(
+                "MLP: is_expert, and an input_size other than hidden_size, are not supported yet; leave them out"
+            )
         model_config = settings_of(config)
         super().__init__(model_config, 0, context_of(model_config, config))
         self.config = config

@@ -93,8 +93,8 @@ class RecomputeConfig(FlagConfig):
             )
         if self.cpu_offloading_num_layers == 0 and self.min_offloaded_tensor_size != 2**20:
             yield (
-                "--min-offloaded-tensor-size selects among the tensors of --cpu-offloading-num-layers layers, "
-                "which is 0; give --cpu-offloading-num-layers too"
+                "--min-offloaded-tensor-size has no effect, because --cpu-offloading-num-layers is 0 and no layer is "
+                "offloaded; give --cpu-offloading-num-layers too"
             )
         if self.recompute_modules != ["core_attn"] and self.recompute_granularity != "selective":
             yield "--recompute-modules needs --recompute-granularity selective"

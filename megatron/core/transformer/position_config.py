@@ -188,8 +188,8 @@ class PositionConfig(ShapeConfig):
     )
     rotary_base_of_windows: Positive | None = option(
         None,
-        "base of the rotary frequencies in layers with a sliding window, where no frequency scaling applies; "
-        "default: --rotary-base for all layers",
+        "base of the rotary frequencies in layers with a sliding window; frequency scaling is then not applied in "
+        "these layers; default: --rotary-base for all layers",
     )
     no_rope_freq: str | None = option(
         None,
@@ -244,8 +244,9 @@ class PositionConfig(ShapeConfig):
             )
         if far <= buckets // 2:
             yield (
-                f"--relative-attention-max-distance ({far}) must be above {buckets // 2}, half of "
-                "--relative-attention-num-buckets, because the distances up to there have a bucket each; raise it"
+                f"--relative-attention-max-distance ({far}) must be above {buckets // 2} (half of "
+                "--relative-attention-num-buckets), because each distance up to that number has a bucket of its own; "
+                "raise --relative-attention-max-distance"
             )
 
     def _rotary_options(self) -> dict[str, bool]:

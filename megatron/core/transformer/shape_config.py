@@ -91,8 +91,8 @@ class ShapeConfig(FlagConfig):
     )
     attention_backend: str = option(
         "auto",
-        "auto, fused, flash: torch's fused kernel where it supports the settings; tiled: compiled tiles, with "
-        "--compile, for causal attention; tiled-eager: tiles in eager torch, for any mask; unfused, local: the "
+        "auto, fused, flash: torch's fused kernel where it supports the settings; tiled: compiled tiles, which "
+        "need --compile and causal attention; tiled-eager: tiles in eager torch, for any mask; unfused, local: the "
         "reference, which stores all attention scores",
         names=KERNELS,
     )

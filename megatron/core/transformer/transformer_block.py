@@ -54,7 +54,7 @@ class SpecLayer(nn.Module):
     def forward(self, x: Tensor, mask: Any = None, angles: Tensor | None = None, cache: Any = None) -> Tensor:
         if cache is not None:
             raise NotImplementedError(
-                "generation with a key/value cache is not built yet for a script's own layers; leave out the cache"
+                "generation with a key/value cache is not supported yet for custom layers; leave out the cache"
             )
         options = {}
         if angles is not None:

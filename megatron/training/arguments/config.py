@@ -57,7 +57,7 @@ class TrainingConfig(FlagConfig):
     )
     step_batch_size_schedule: str | None = option(
         None,
-        "list of TOKENS:SIZE, the global batch size SIZE from TOKENS consumed tokens on, e.g. '0:768 250B:1536 "
+        "list of TOKENS:SIZE: once TOKENS tokens are consumed, the global batch size is SIZE, e.g. '0:768 250B:1536 "
         "500B:3072' (suffixes K, M, B, T); needs --train-samples",
         metavar="TABLE",
     )
@@ -99,8 +99,8 @@ class CheckpointConfig(FlagConfig):
     )
     load: str | None = option(
         None,
-        "checkpoint folder, or its URL, to resume from; the run starts at iteration 0 if the folder is empty, or is "
-        "the --save folder and has no checkpoint yet",
+        "checkpoint folder, or its URL, to resume from. If the folder is empty, the run starts at iteration 0; so it "
+        "does if the folder is also the --save folder and has no checkpoint yet",
         metavar="DIR",
     )
     save_interval: Count | None = option(
@@ -125,13 +125,14 @@ class CheckpointConfig(FlagConfig):
     )
     non_persistent_local_ckpt_dir: str | None = option(
         None,
-        "folder of the copies of --non-persistent-ckpt-type local: on a disk of each machine, or in its "
-        "memory (/dev/shm/NAME)",
+        "folder of the non-persistent checkpoints of --non-persistent-ckpt-type local, on a disk of each machine or in "
+        "its memory (/dev/shm/NAME)",
         metavar="DIR",
     )
     non_persistent_global_ckpt_dir: str | None = option(
         None,
-        "folder of the copies of --non-persistent-ckpt-type global; default: non_persistent in --save",
+        "folder of the non-persistent checkpoints of --non-persistent-ckpt-type global; default: the folder "
+        "non_persistent in --save",
         metavar="DIR",
     )
     non_persistent_local_ckpt_algo: Literal["atomic", "fully_parallel"] = option(
@@ -198,7 +199,9 @@ class CheckpointConfig(FlagConfig):
         "and keeps its initial values",
     )
     allow_lost_buffers: bool = option(
-        False, "load a checkpoint that lacks model buffers which training had changed; they get their initial values"
+        False,
+        "load a checkpoint although it lacks model buffers that training had changed; the missing buffers get their "
+        "initial values",
     )
 
     def problems(self) -> Iterator[str]:

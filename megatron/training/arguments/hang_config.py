@@ -17,6 +17,7 @@ class HangConfig(FlagConfig):
     )
     hang_timeout_floor: Positive = option(
         180.0,
-        "least seconds without progress before a rank counts as hung; during start-up and saves, before it is examined",
+        "minimum number of seconds without progress before a rank counts as hung; during start-up and saves, number of "
+        "seconds without progress before a rank is examined",
         metavar="SECONDS",
     )

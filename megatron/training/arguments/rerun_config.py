@@ -48,8 +48,8 @@ class GuardConfig(FlagConfig):
     )
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = option(
         "transient_error",
-        "what --error-injection-rate injects: correct_result: the correct result; transient_error: an error in one "
-        "computation; persistent_error: a different error in each computation",
+        "what --error-injection-rate injects: correct_result: no error; transient_error: an error in the first "
+        "computation only; persistent_error: an error in every computation, each time a different one",
     )
     iterations_to_skip: list[int] = option(
         [], "iterations to skip: their samples count as consumed, but are not trained on", metavar="N"
@@ -85,6 +85,6 @@ class GuardConfig(FlagConfig):
             )
         if self.error_injection_rate and self.replay_every is None:
             yield (
-                "--error-injection-rate changes microbatches that are computed twice, and none are; give "
-                "--rerun-interval N"
+                "--error-injection-rate changes microbatches that are computed twice, but this run computes none "
+                "twice; give --rerun-interval N"
             )

@@ -265,8 +265,8 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
         if tp > 1:
             instead = "with --sequence-parallel, which shards them already"
         yield (
-            "--distribute-saved-activations shards activations that tensor-parallel ranks would store as copies; "
-            f"leave it out {instead}"
+            "--distribute-saved-activations has no effect here: it shards saved activations of which each "
+            f"tensor-parallel rank would store a full copy; leave it out {instead}"
         )
 
     # tiles: not more than the tokens of a sample on a rank

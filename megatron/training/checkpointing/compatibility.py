@@ -327,7 +327,8 @@ def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *,
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):
         return (
             f"{source} holds a model of another tokenizer: {_flags_then_and_now(runtime, saved, 'tokenizer', BY_TOKENIZER)}; "
-            "give that tokenizer, or --allow-tokenizer-change if its ids mean the same or will be learned anew"
+            "give that tokenizer. If each id stands for the same token in both tokenizers, or the run is to learn the "
+            "meaning of the ids anew, give --allow-tokenizer-change"
         )
     return tokenizer_type_problem(runtime.config, saved, source)
 

@@ -68,7 +68,8 @@ def tokenizer_type_problem(config: Config, state: Mapping[str, Any], source: str
         return None
     return (
         f"{source} holds a model of another tokenizer: --tokenizer-type {kind} was {before!r}, and is {now!r} in this script; "
-        "run the script that adds it, or give --allow-tokenizer-change if its ids mean the same or will be learned anew"
+        "run the script that adds it. If each id stands for the same token in both tokenizers, or the run is to learn "
+        "the meaning of the ids anew, give --allow-tokenizer-change"
     )
 
 

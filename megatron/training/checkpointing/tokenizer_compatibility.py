@@ -63,8 +63,8 @@ def is_allowed_tokenizer_change(runtime: Runtime, state: Mapping[str, Any], sour
     if config.resize_token_embeddings is None and not config.allow_tokenizer_change:
         raise ConfigError(
             f"{problem}; leave out the tokenizer's flags to use the folder's tokenizer, or give {_FLAG} tokens to "
-            "keep the rows of tokens that both have. If equal ids mean the same, or will be learned anew, give "
-            "--allow-tokenizer-change"
+            "keep the rows of tokens that both have. If each id stands for the same token in both "
+            "tokenizers, or the run is to learn the meaning of the ids anew, give --allow-tokenizer-change"
         )
     print_rank_0(f"WARNING: {problem}")
     return True
@@ -170,7 +170,10 @@ def _vocabulary_of_run(state: Mapping[str, Any], source: str) -> Vocabulary:
             config = build(TokenizerConfig, dict(state["config"].get("tokenizer", {})))
             tokenizer = build_tokenizer(config)
             if tokenizer_sha256(config, tokenizer) != sha256:
-                raise ValueError(f"the files of its {tokenizer.name} have changed since; restore the old ones")
+                raise ValueError(
+                    f"the files of its {tokenizer.name} have changed since the checkpoint was written; restore the old "
+                    "ones"
+                )
             vocabulary = vocabulary_of(tokenizer)
     except (ValueError, OSError, ImportError) as error:
         raise ConfigError(f"{_FLAG} tokens: the tokenizer of {source} cannot be read: {error}; {otherwise}") from error

@@ -160,5 +160,7 @@ def test_a_row_that_sees_no_key_gives_0_and_no_gradient(kind: str):
 def test_a_rank_that_is_given_all_tokens_says_what_to_do():
     rows = ContextParallel(Axis("cp", (0, 1), 0), longest=SEQ)
     rows.check(SEQ)
-    with pytest.raises(ValueError, match=r"given 8 tokens of each sample, but a sample has only 8; shard the batch"):
+    with pytest.raises(
+        ValueError, match=r"given 8 tokens of each sample, but a complete sample has only 8: the batch is not sharded"
+    ):
         rows.check(2 * SEQ)

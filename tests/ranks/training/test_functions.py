@@ -155,7 +155,9 @@ def test_a_refused_case_goes_to_no_kernel_of_another_function(monkeypatch):
     case = AttentionCase(torch.empty(1, 1, 4, 8), torch.empty(1, 1, 4, 8), None, 0.1)
     refuses = lambda case: "has no dropout" if case.dropout else None  # noqa: E731
     monkeypatch.setitem(KERNELS, "mean", Kernel(mean_of_values, refuses, instead="unfused", computes="means"))
-    with pytest.raises(ConfigError, match=re.escape(f"its replacement unfused computes {SOFTMAX!r}, not 'means'")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"unfused cannot replace it, because it computes {SOFTMAX!r}, not 'means'")
+    ):
         kernel_or_fallback("mean", case)
     assert kernel_or_fallback("mean", case._replace(dropout=0.0)) is KERNELS["mean"]
 

@@ -346,8 +346,8 @@ def test_blocks_compute_in_half_precision_and_the_stream_is_float32(kind: str):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other; give one"),
-        ({"fp16": True, "fp64": True}, "--fp16 and --fp64 exclude each other; give one"),
+        ({"bf16": True, "fp16": True}, "--bf16 and --fp16 exclude each other; give only one of them"),
+        ({"fp16": True, "fp64": True}, "--fp16 and --fp64 exclude each other; give only one of them"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection needs --bf16 or --fp16"),
         ({"label_smoothing": 1.0}, r"--label-smoothing is 1.0; it must be in \[0, 1\)"),
         ({"z_loss_coeff": -1.0}, "--z-loss-coeff is -1.0; it must not be negative"),

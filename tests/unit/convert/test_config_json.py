@@ -77,7 +77,7 @@ def test_a_head_of_cohere2_that_is_not_said_is_hidden_size_over_heads():
                     "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
                 },
             },
-            "partial_rotary_factor of layers with a window is not built",
+            "partial_rotary_factor of layers with a window is not supported",
         ),
         (
             "smollm3",

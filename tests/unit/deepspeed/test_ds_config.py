@@ -72,7 +72,10 @@ def test_every_key_of_the_documented_examples_is_answered():
         ({"elasticity": {"enabled": True}}, "a job has one size"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "enable one"),
         ({"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 3}, "is 18"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "offload_param needs two things: stage 3",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs nvme_path"),
         ({"fp16": 7}, "must be a section"),
     ],
@@ -153,7 +156,7 @@ def test_schedules_have_their_published_rates():
     for kind, params, message in (
         ("StepLR", {}, "use LRRangeTest, OneCycle, WarmupLR"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, "warmup_num_steps = 'auto' must be a number"),
-        ("OneCycle", cycle | {"cycle_first_step_size": 0}, "a cycle has 0 updates up"),
+        ("OneCycle", cycle | {"cycle_first_step_size": 0}, "a cycle rises for 0 updates"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "give 1 or more"),
         (
             "WarmupDecayLR",
@@ -210,7 +213,7 @@ def test_a_hostfile_becomes_torchruns_lines(tmp_path, capsys):
         ("worker-0 4\nworker-0 slots=0", {}, "line 1 .* line 2|line 1"),
         (HOSTS, {"include": "worker-9"}, "no such node"),
         (HOSTS, {"exclude": "worker-0:4"}, "no such node or slot"),
-        (HOSTS, {"include": "worker-0", "exclude": "worker-1"}, "exclude each other"),
+        (HOSTS, {"include": "worker-0", "exclude": "worker-1"}, "--include and --exclude cannot be combined"),
         (HOSTS, {"exclude": "worker-0:1"}, "the same number of slots"),
     ],
 )

@@ -24,8 +24,7 @@ def _refuse_custom_layers(**specs: Any) -> None:
     for stack, spec in specs.items():
         if any(layer != _OURS[stack] for layer in getattr(spec, "layer_specs", [spec])):
             raise NotImplementedError(
-                f"T5Model: a script's own layers in the {stack} are not built; give "
-                f"get_t5_{stack}_with_local_block_spec(n)"
+                f"T5Model: custom layers in the {stack} are not supported; give get_t5_{stack}_with_local_block_spec(n)"
             )
 
 
@@ -68,7 +67,7 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
         del fp16_lm_cross_entropy, rotary_percent  # the loss is taken in float32; there are no rotary positions
         if position_embedding_type == "rope" or seq_len_interpolation_factor is not None:
             raise NotImplementedError(
-                "T5Model: rotary positions are not built for a T5; use relative or learned_absolute"
+                "T5Model: rotary positions are not supported in a T5; use relative or learned_absolute"
             )
         _refuse_custom_layers(encoder=transformer_encoder_layer_spec, decoder=transformer_decoder_layer_spec)
         run = get_global_state().run

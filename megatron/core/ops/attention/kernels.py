@@ -221,14 +221,14 @@ def kernel_or_fallback(name: str, case: AttentionCase) -> Kernel:
         reasons.append(why)
         if kernel.instead in tried or kernel.instead not in KERNELS:  # None, a circle, or no entry
             others = ", ".join(other for other in KERNELS if other not in tried)
-            raise ConfigError(f"--attention-backend {name} {why}, but this run needs it; give another of {others}")
+            raise ConfigError(f"--attention-backend {name} cannot be used in this run: it {why}; give one of {others}")
         function = attention_function(name)
         function_instead = attention_function(kernel.instead)
         if function_instead != function:
             raise ConfigError(
-                f"--attention-backend {name} {why}, and its replacement {kernel.instead} computes "
-                f"{function_instead!r}, not {function!r}; change `instead` or `computes` of KERNELS[{tried[-1]!r}], "
-                "or give another backend"
+                f"--attention-backend {name} {why}. {kernel.instead} cannot replace it, because it computes "
+                f"{function_instead!r}, not {function!r}; give another backend, or correct `instead` or `computes` of "
+                f"KERNELS[{tried[-1]!r}]"
             )
         tried.append(kernel.instead)
         kernel = KERNELS[kernel.instead]

@@ -45,7 +45,8 @@ class CompileConfig(FlagConfig):
         "off",
         "what torch.compile compiles: regions: the operations between matrix products (norms, activations, rotary "
         "positions, cross entropy); layers: whole layers, or regions where a layer cannot be compiled, with the "
-        "reason in the log. Needs a C++ compiler on a CPU and Triton on other devices; nothing is compiled without it",
+        "reason in the log. Needs a C++ compiler on a CPU and Triton on other devices; if that is missing, nothing is "
+        "compiled",
     )
 
 

@@ -69,7 +69,8 @@ class SlicedUpdater:
     def __init__(self, segments: Sequence[Segment], update_of: Callable[[ParamGroup], Update], length: int = SLICE):
         if length < 1 or length % ALIGN:
             raise ValueError(
-                f"slices of {length} elements would change the bits of an update; give a multiple of {ALIGN}"
+                f"with slices of {length} elements, the last bits of an update would differ from those of an update "
+                f"without slices; give a multiple of {ALIGN}"
             )
         self._update_of = update_of
         self._slices: list[Segment] = []

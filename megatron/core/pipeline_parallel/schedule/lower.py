@@ -222,7 +222,9 @@ class _Wire:
             first = self._first(rank)
             if first != end:
                 return [first if end in self.queues[rank] else end]
-        raise AssertionError(f"{action} and {other} are first in their queues, but have not run")
+        raise AssertionError(
+            f"{action} and {other} are both next in their queues, so the transfer should have run, but it has not"
+        )
 
     def _first(self, rank: int) -> Action | None:
         return self.queues[rank][0] if self.queues[rank] else None

@@ -69,7 +69,7 @@ def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
         expected = stages_in(reference)
         if stages != expected:
             ranks = f"{[*stages.ranks]} with {m} microbatches, on {[*expected.ranks]} with {2 * p}"
-            problems = [f"its stages are on ranks {ranks}; they must not move"]
+            problems = [f"the stages of the schedule are on ranks {ranks}; they must not move"]
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; fix SCHEDULES[{name!r}]")
@@ -80,16 +80,16 @@ def _problems_of_type(schedule: Any) -> Iterator[str]:
     """Yield a problem if a function of SCHEDULES did not return a list of Actions for each rank."""
     expected = "it must return a list of Actions for each rank"
     if not isinstance(schedule, Sequence):
-        yield f"it returned a {type(schedule).__name__}; {expected}"
+        yield f"the schedule returned a {type(schedule).__name__}; {expected}"
         return
     for rank, actions in enumerate(schedule):
         if not isinstance(actions, Sequence):
-            yield f"for rank {rank} it returned a value of type {type(actions).__name__}; {expected}"
+            yield f"for rank {rank} the schedule returned a value of type {type(actions).__name__}; {expected}"
             return
         others = [entry for entry in actions if not isinstance(entry, Action)]
         if others:
             kind = type(others[0]).__name__
-            yield f"for rank {rank} it returned {others[0]!r:.40} (type {kind}) among the actions; {expected}"
+            yield f"among the actions of rank {rank} the schedule returned {others[0]!r:.40} (type {kind}); {expected}"
             return
 
 
