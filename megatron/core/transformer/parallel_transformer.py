@@ -72,7 +72,7 @@ class ParallelTransformer(HoldsActivations):
             if self.rows.global_length(1) != cache.sharing.size:
                 raise ValueError(
                     "a key/value cache needs all tokens of the sequence on every rank, or, if it was made for several "
-                    "context-parallel ranks, one part of the sequence on each of them; build the model without "
+                    "ranks, one part of the sequence on each of them; build the model without "
                     "sequence parallelism, and make the cache by model.context.cache(...)"
                 )
             mask = cache.mask(length)
