@@ -60,7 +60,8 @@ def test_a_conversion_takes_memory_for_two_tensors_whatever_the_model(tmp_path: 
     for name, layers in (("tiny", 1), ("hf", LAYERS)):
         write_llama(tmp_path / name, 16 if name == "tiny" else HIDDEN, layers)
     paths = os.pathsep.join(
-        str(Path(__file__).parents[3] / folder) for folder in ("", "tests/support", "tests/campaigns")
+        str(Path(__file__).parents[3] / folder)
+        for folder in ("", "tests/support", "tests/support/exchange", "tests/campaigns")
     )
     # Freed blocks go back to the system at once: what glibc keeps of them for later differs from run to run.
     env = os.environ | {"PYTHONPATH": paths, "MALLOC_MMAP_THRESHOLD_": str(MIB)}

@@ -118,7 +118,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("titan") / "step-5"
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(
-            str(Path(__file__).parents[3] / folder) for folder in ("", "tests/support", "tests/campaigns")
+            str(Path(__file__).parents[3] / folder)
+            for folder in ("", "tests/support", "tests/support/exchange", "tests/campaigns")
         )
     }
     ranks = [subprocess.Popen([sys.executable, __file__, root, str(rank)], env=env) for rank in range(2)]

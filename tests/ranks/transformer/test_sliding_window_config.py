@@ -68,7 +68,7 @@ def test_layers_have_windows_as_in_megatron():
         (read_pattern, " 4", "4"),
         (read_pattern, "([1]*2+[0])*2", "[1,1,0,1,1,0]"),
         (read_pattern, "2*[1, 0]", "[1,0,1,0]"),
-        (read_pattern, "0", "from 1 on"),
+        (read_pattern, "0", "a whole number of at least 1"),
         (read_pattern, "often", "list"),
         (read_pattern, "[]", "list"),
         (read_pattern, "[2]", "list"),

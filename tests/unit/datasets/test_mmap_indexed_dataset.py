@@ -113,7 +113,7 @@ TOKENS_AND_REASONS = [
     ([65536], None, "65536 uint16"),
     ([-1, 5], None, "-1 5"),
     ([1, 2], [1], "2 1"),
-    ([1, 2], [3, -1], "do not make"),
+    ([1, 2], [3, -1], "or a length is negative"),
     ([[1], [2]], None, "2 1"),
 ]
 

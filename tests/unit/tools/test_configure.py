@@ -249,7 +249,7 @@ def test_a_layout_is_chosen_by_its_number(capsys):
     chosen = parse_args(shlex.split(text[text.index("\ntorchrun") :].replace("\\\n", " "))[4:])[0]
     sizes = chosen.parallel.tensor_model_parallel_size, chosen.parallel.pipeline_model_parallel_size
     assert sizes == tuple(map(int, rows[1][1:3])) and chosen.optimizer.optimizer == "muon"
-    with pytest.raises(ConfigError, match="muon updates whole matrices"):
+    with pytest.raises(ConfigError, match="muon updates complete matrices"):
         configure.configure(shlex.split(f"{TINY} -- --optimizer muon --offload-dir x"))
 
 
