@@ -40,8 +40,9 @@ class MessageSocket:
         """Send a message and, with it, handles of open files."""
         data = json.dumps(message).encode()
         length = len(data).to_bytes(_LENGTH_BYTES, "little")
-        socket.send_fds(self.line, [length], handles)
-        self.line.sendall(data)
+        # In one call: TCP would hold the data back until the length is acknowledged, some 40 ms later.
+        sent = socket.send_fds(self.line, [length, data], handles)
+        self.line.sendall((length + data)[sent:])
 
     def receive(self) -> Any:
         """Wait for the next message. Raises ConnectionError if the other end is gone."""
