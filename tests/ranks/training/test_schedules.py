@@ -102,7 +102,7 @@ RAMP = (
     "--global-batch-size 16 --rampup-batch-size 4 4 60 --train-samples 100 --lr-warmup-samples 20 --lr-decay-style cosine "
     "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.3 "
 )
-SIZES = [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]  # as in tests/unit/base/test_batch_size.py
+SIZES = [4, 4, 4, 4, 4, 8, 8, 8, 12, 12, 16, 16]  # as in tests/unit/base/test_batch_size_schedule.py
 
 
 LAYOUTS = {
@@ -121,7 +121,7 @@ def whole_ramp(name: str) -> Rank:
     return run(LAYOUTS[name], RAMP)
 
 
-@pytest.mark.full  # a ramp of sizes, on paper, is in tests/unit/base/test_batch_size.py
+@pytest.mark.full  # a ramp of sizes, on paper, is in tests/unit/base/test_batch_size_schedule.py
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one process"])
 def test_a_ramp_is_the_same_in_any_layout(name: str):
     """Also with dropout, whose masks depend on the numbers of the samples."""

@@ -1,6 +1,6 @@
 """The public names that Megatron's own scripts and unit tests use are here.
 
-    MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_names.py -s
+    MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_api_names.py -s
 
 CLONE: as in test_megatron_scripts.py.
 """

@@ -91,7 +91,7 @@ def test_a_run_that_is_short_of_memory_ends_in_a_few_lines_of_advice(capsys):
         run(TINY.split(), tiny=[], forward_step=forward_step)
     said = capsys.readouterr().err
     assert ended.value.code == 1 and len(said.splitlines()) < 8 and "Traceback" not in said
-    assert "4194304.00 TiB were asked for at once in forward_step" in said and "test_device_capacity.py" in said
+    assert "4194304.00 TiB were asked for at once in forward_step" in said and "test_memory_advice.py" in said
     assert "F0.0" in said and "activations" in said
     assert all(
         flag in said for flag in ("--micro-batch-size below 2", "--seq-length below 16", "--recompute-granularity full")
