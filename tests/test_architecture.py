@@ -258,7 +258,7 @@ ASKS_THE_PROCESS = {
     "tensor_parallel/layers.py": "tensor_parallel_of",
     "tensor_parallel/mappings.py": "axis_of",
     "tensor_parallel/random.py": "CudaRNGStatesTracker get_cuda_rng_tracker _TrackerOfProcess _add_states checkpoint",
-    "transformer/module.py": "settings_of context_of",
+    "transformer/module.py": "settings_of context_of mesh_of_process",
     "transformer/transformer_layer.py": "layers_of_stage",
 }
 

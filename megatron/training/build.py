@@ -21,7 +21,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.training.checkpointing.unsaved_buffers import remember_and_warn_of_buffers
+from megatron.training.checkpointing.module_buffers import remember_and_warn_of_extra_states
 from megatron.training.global_vars import Runtime, get_runtime
 from megatron.training.initialize import as_config_error
 from megatron.training.memory.memory_check import MemoryCapacity, check_capacity, warn_if_over_capacity
@@ -59,7 +59,7 @@ def build_chunks(
     # move the parameters into buffers
     with refuse_together(runtime):
         chunks = wrap_in_ddp(modules, runtime, group_of)
-    remember_and_warn_of_buffers(chunks.values(), runtime.mesh["world"], runtime.device.torch_device)
+    remember_and_warn_of_extra_states(chunks.values(), runtime.mesh["world"], runtime.device.torch_device)
     return chunks
 
 

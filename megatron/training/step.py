@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.schedules import Pipeline, SharedTotals
+from megatron.core.sharding.buffer_placement import Values, set_buffer_values
 from megatron.core.timers import Timers
 from megatron.training.batch_cache import RewindableBatches
 
@@ -56,7 +57,7 @@ class StepWork:
     """The forwards and backwards of one step.
 
     They are an object because the guard may compute them again to find the cause of wrong numbers: with `RewindableBatches`
-    iterators, a second `compute` uses the same weights, batches and dropout masks.
+    iterators, a second `compute` uses the same weights, buffers, batches and dropout masks.
 
     num_microbatches: per rank. empty(level): see `train_step`.
     """
@@ -68,6 +69,7 @@ class StepWork:
     num_microbatches: int
     timers: Timers = _NO_TIMERS
     empty: Callable[[int], None] = lambda level: None
+    buffers_before: list[Values] = field(default_factory=list)  # of each chunk, before the first computation
 
     def compute(self, forward_step: ForwardStep | None = None) -> StepFigures:
         """Compute the losses and the summed gradients, without an update. Every rank must call.
@@ -82,6 +84,12 @@ class StepWork:
         for iterator in self.data_iterators.values():
             if isinstance(iterator, RewindableBatches):
                 iterator.rewind()
+
+        # the buffers of modules: a second computation must begin with the same values
+        for values in self.buffers_before:
+            set_buffer_values(values)
+        if not self.buffers_before:
+            self.buffers_before.extend(chunk.buffer_values() for chunk in chunks)
 
         # clear the gradient buffers
         for chunk in chunks:

@@ -22,19 +22,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.sharded_buffers import buffers_of_model, saved_buffer_shapes, sharded_buffers
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gathered_parameters import full_state_dict, sync_module_states
 from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
+from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.torch_optimizer_wrapper import FlatOptimizerWithParamGroups
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.boxes import whole
-from megatron.training.checkpointing.save_and_load import read_tensors, sharded_model_state, sharded_optimizer_state
+from megatron.training.checkpointing.save_and_load import read_tensors
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,9 @@ class Engine(nn.Module):
             self._check_groups(checkpoint.folder, groups, numbers_too=optimizer)
 
         # the tensors
-        read_tensors(checkpoint, self._weights(), optimizer_tensors, world, self.device, load_optimizer=optimizer)
+        read_tensors(
+            checkpoint, self._weights(checkpoint), optimizer_tensors, world, self.device, load_optimizer=optimizer
+        )
 
         # the counters
         if counters:
@@ -342,20 +345,15 @@ class Engine(nn.Module):
                 f"make the optimizer with {key} = {was}, or load without the optimizer's states",
             )
 
-    def _weights(self) -> dict[str, LocalTensor]:
-        """Return parameters and buffers by their names in a checkpoint.
+    def _weights(self, checkpoint: Checkpoint | None = None) -> dict[str, LocalTensor]:
+        """Return this rank's part of parameters and buffers, by their names in a checkpoint. Every rank must call.
 
-        Every rank has all of a buffer, of which the first rank writes its own.
+        checkpoint: the one to load, which may be of another number of ranks.
         """
-        weights = sharded_model_state([self.chunk], self.mesh)
-        saved_names = self.module.state_dict(keep_vars=True)  # without buffers that the module does not save
-        for name, buffer in self.module.named_buffers():
-            if name not in saved_names or buffer.numel() == 0:
-                continue
-            shape = tuple(buffer.shape)
-            boxes = [(whole(shape), whole(shape))]
-            weights[f"buffer/{name}"] = LocalTensor(buffer, shape, boxes, self.mesh["world"].is_first)
-        return weights
+        shapes = None if checkpoint is None else saved_buffer_shapes(checkpoint)
+        modules = {0: self.module}
+        buffers = buffers_of_model(modules, self.mesh, self.device)
+        return sharded_model_state([self.chunk], self.mesh) | sharded_buffers(modules, self.mesh, buffers, shapes)
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from megatron.core.sharding.boxes import Box, intersect, is_within, size_of
 
 FORMAT = "megatron-boxes"
 FORMAT_VERSION = 1
+BUFFERS_VERSION = 2  # of a checkpoint with buffers of modules: earlier code would leave them out without a word
+BUFFER = "buffer/"  # the start of a buffer's name
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
@@ -135,7 +137,9 @@ _SEAL_LENGTH = len(_sealed(""))
 
 def to_json(manifest: Manifest) -> str:
     """Return the text of a manifest, with one line per tensor."""
-    header = {"format": FORMAT, "version": FORMAT_VERSION, "byte_order": sys.byteorder}
+    has_buffers = any(name.startswith(BUFFER) for name in manifest.tensors)
+    version = BUFFERS_VERSION if has_buffers else FORMAT_VERSION
+    header = {"format": FORMAT, "version": version, "byte_order": sys.byteorder}
     for name, value in vars(manifest).items():
         if name != "tensors":
             header[name] = value
@@ -178,12 +182,13 @@ def _check_header(raw: Any, file: Path | str, *, is_sealed: bool) -> None:
     """
     header = raw if isinstance(raw, dict) else {}
     for key, known, advice in (
-        ("format", FORMAT, "convert it, or give another folder"),
-        ("version", FORMAT_VERSION, "load it with the release that wrote it, or update this one"),
-        ("byte_order", sys.byteorder, "load it on a machine like the one that wrote it"),
+        ("format", (FORMAT,), "convert it, or give another folder"),
+        ("version", (FORMAT_VERSION, BUFFERS_VERSION), "load it with the release that wrote it, or update this one"),
+        ("byte_order", (sys.byteorder,), "load it on a machine like the one that wrote it"),
     ):
-        if header.get(key) != known:
-            wrong = f"has {key} {header.get(key)!r:.60}; this code and machine read {known!r}"
+        if header.get(key) not in known:
+            read = " and ".join(map(repr, known))
+            wrong = f"has {key} {header.get(key)!r:.60}; this code and machine read {read}"
             raise CheckpointError(file, wrong, advice if is_sealed else DAMAGED)
 
 

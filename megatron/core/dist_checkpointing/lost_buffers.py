@@ -1,14 +1,17 @@
-"""Buffers of the model that a checkpoint lacks: its state names those that had changed when it was saved. Pure."""
+"""What a checkpoint's state says of its model's buffers: their names, and what of the model's state it lacks. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LOST_BUFFERS = "lost_buffers"  # key of a checkpoint's state: the names of these buffers
-BUFFERS_AT_START = "buffers_at_start"  # key of a checkpoint's state: name -> digest of the first value
+BUFFERS = (
+    "buffers"  # key of a checkpoint's state: name -> [dtype, shape] of each saved buffer; absent before they were saved
+)
+LOST_BUFFERS = "lost_buffers"  # the names of extra states, and before that of buffers, that changed and are not saved
+BUFFERS_AT_START = "buffers_at_start"  # before buffers were saved: name -> digest of the first value
 
 
 def lost_buffers(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the buffers; none for a checkpoint that lacks nothing, or of another project."""
+    """Return the names of what changed and is not saved; none for a checkpoint that lacks nothing, or of another project."""
     names = state.get(LOST_BUFFERS)
     if not isinstance(names, list):
         return []
@@ -29,6 +32,6 @@ def note_of_lost_buffers(state: Mapping[str, Any]) -> str | None:
     if not names:
         return None
     return (
-        f"WARNING: the checkpoint lacks buffers of its model that training had changed: {first_names(names)}; without them its "
+        f"WARNING: the checkpoint lacks state of its model that training had changed: {first_names(names)}; without them its "
         "weights may compute something else"
     )

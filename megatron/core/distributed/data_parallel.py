@@ -4,7 +4,8 @@
     REDUCE action   start_grad_reduce(): starts the reduction over the data-parallel ranks; with `overlap` most buckets
                     are in flight already, each since its last gradient was written
     end of step     finish_grad_reduce(): waits, then sums partial gradients: norms under sequence parallelism over tp,
-                    a tied embedding over the first and the last stage; `fills_grad`: the sums are in `.grad` as well
+                    a tied embedding over the first and the last stage; `fills_grad`: the sums are in `.grad` as well;
+                    the copies of the module's persistent buffers agree (`buffer_sync.py`)
     after update    gather_params(): with ZeRO each rank has updated its shard, and an all-gather distributes it
 
 A buffer holds the parameters of one dtype that are reduced over one group. A tied embedding has a buffer of its own,
@@ -35,6 +36,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer_plan import BucketSpec, ParamSpec, overlaps, plan_buffers
+from megatron.core.distributed.buffer_sync import BufferSync, ChangesAtStepEnd
 from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.comm_volume import BufferSizes
 from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_need_no_buffer
@@ -58,6 +60,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import GradAxes, Mesh
 from megatron.core.sharding.boxes import rows_to_flat_range
+from megatron.core.sharding.buffer_placement import Values, buffer_values
 from megatron.core.sharding.placement import Placement, partial_axes, partial_grads, placement_of
 
 
@@ -91,8 +94,8 @@ class DistributedDataParallel(DataParallelChunkInterface):
         self.module = module
         self.mesh = mesh
         self.fills_grad = fills_grad
-        # The module's buffers, by name, when the model was built; None: not noted. The loop's checkpoints lack buffers.
-        self.buffers_at_start: dict[str, str] | None = None
+        # The module's extra states, by name, when the model was built; None: not noted. Checkpoints lack them.
+        self.extra_states_at_start: dict[str, str] | None = None
         self.settings = config or DataParallelConfig()
         zero = self.settings.zero
         self._weight_grads = weight_grads or WeightGradStore()
@@ -142,6 +145,9 @@ class DistributedDataParallel(DataParallelChunkInterface):
         # Releasable parameters have no fixed memory; their class refuses an assignment to `.data`.
         lasting = () if zero.shards_params else trained.values()
         self._addresses = {p.slot: p.data_ptr() for p in lasting}
+        self.buffer_sync: BufferSync | None = None  # None: the module has no buffers
+        if any(child._buffers or isinstance(child, ChangesAtStepEnd) for child in module.modules()):
+            self.buffer_sync = BufferSync(module, mesh)
         self.zero_grad_buffer()
 
     def _grad_axes(self, key: tuple) -> GradAxes:
@@ -194,6 +200,10 @@ class DistributedDataParallel(DataParallelChunkInterface):
                 inferred.append(bucket)
         return GradCounter(declared, inferred)
 
+    def buffer_values(self) -> Values:
+        """Return copies of the persistent buffers' values, of any shapes, for `set_buffer_values`."""
+        return [] if self.buffer_sync is None else buffer_values(self.buffer_sync.buffers)
+
     @property
     def is_complete(self) -> bool:
         """Whether the gradients of the step are reduced."""
@@ -229,6 +239,8 @@ class DistributedDataParallel(DataParallelChunkInterface):
         self._check_parameters()
         self._param_gather.begin_step()
         self._grad_reduce.begin_step(num_microbatches)
+        if self.buffer_sync is not None:
+            self.buffer_sync.begin_step()
         if self._is_filled:
             for parameter in self._trained:
                 parameter.grad = None
@@ -305,6 +317,8 @@ class DistributedDataParallel(DataParallelChunkInterface):
                         collectives.all_reduce(tensor, self.mesh[ACROSS_STAGES])
         self._grad_reduce.is_complete = True
         self._fill()
+        if self.buffer_sync is not None:
+            self.buffer_sync.end_step()
 
     # Megatron's names, for a fork's own loop.
 

@@ -7,6 +7,14 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
+from megatron.core.dist_checkpointing.format import BUFFER
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS
+from megatron.core.dist_checkpointing.sharded_buffers import (
+    buffers_of_model,
+    make_absent_buffers,
+    saved_buffer_shapes,
+    sharded_buffers,
+)
 from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
@@ -91,7 +99,24 @@ def load_model(
         boxes = pieces(placement, tuple(parameter.shape), mesh)
         tensors[_PARAMETERS + name] = LocalTensor(parameter.data, placement.shape, boxes, is_writer=True)
     checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
+    _read_buffers(checkpoint, model, mesh, device)
     return model.eval()
+
+
+def _read_buffers(checkpoint: Checkpoint, model: LanguageModelStage, mesh: Mesh, device: torch.device | str) -> None:
+    """Fill the persistent buffers. Raises ConfigError if the model and the checkpoint have different ones."""
+    if BUFFERS not in checkpoint.state:  # written before buffers were saved
+        return
+    shapes = saved_buffer_shapes(checkpoint)
+    (stage,) = mesh.stages.of_rank(mesh["pp"].rank)
+    make_absent_buffers([model], checkpoint.state[BUFFERS], device)
+    buffers = buffers_of_model({stage: model}, mesh, device)
+    if differing := sorted(shapes.keys() ^ {BUFFER + name for name in buffers}):
+        raise ConfigError(
+            f"{checkpoint.folder} and the {type(model).__name__} here have different buffers: {', '.join(differing[:4])} "
+            "are only in one of them; was it written by another model?"
+        )
+    checkpoint.read_into(sharded_buffers({stage: model}, mesh, buffers, shapes), mesh["world"], device=device)
 
 
 def layout_problems(config: ModelConfig, tensor: int, pipeline: int) -> list[str]:

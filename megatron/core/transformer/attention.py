@@ -180,7 +180,7 @@ class ParallelAttention(nn.Module):
             # after the prompts, every context-parallel rank has all cached keys and computes the same new token
             return self.core_attention(q, k, v, mask, is_whole=True)
         if self.recomputes_core:
-            return recompute_in_backward(self.core_attention, self.keys, q, k, v, mask)
+            return recompute_in_backward(self.core_attention, self.keys, q, k, v, mask, modules=[self.core_attention])
         return self.core_attention(q, k, v, mask)
 
 

@@ -6,9 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.dist_checkpointing.format import BUFFER
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.sharded_buffers import BufferInModel, sharded_buffers
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel.global_state import get_global_state
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.buffer_placement import BufferPlacement, persistent_buffers
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_config import model_config
@@ -42,12 +47,21 @@ def context_of(model_config: ModelConfig, config: Any) -> LayerContext:
     )
 
 
+def mesh_of_process() -> Mesh:
+    """Return the mesh of this process, for modules with Megatron's arguments, which carry none."""
+    return get_global_state().mesh
+
+
 class MegatronModule(nn.Module):
-    """The base of Megatron's modules: a module with a config."""
+    """The base of Megatron's modules: a module with a config.
+
+    buffer_placements: the sharding and the agreement of its persistent buffers that are not "copy" and whole, by name.
+    """
 
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
+        self.buffer_placements: dict[str, BufferPlacement] = {}
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:
         """Return the module's `state_dict`: name -> tensor, each of this rank's shape."""
@@ -55,16 +69,22 @@ class MegatronModule(nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Tensor]:
-        """Return this rank's parameters by name, each of its local shape.
+    ) -> dict[str, Tensor | LocalTensor]:
+        """Return this rank's parameters and persistent buffers by name, each of its local shape.
 
-        `placement` of each says which part of the whole tensor it is. Raises NotImplementedError for sharded_offsets.
+        `placement` of each parameter says which part of the whole tensor it is, a buffer is a `LocalTensor`. Raises
+        NotImplementedError for sharded_offsets.
         """
         if sharded_offsets:
             raise NotImplementedError(
                 "sharded_offsets is not built: parameters are named by the number of their layer; leave it out"
             )
-        return {f"{prefix}{name}": parameter for name, parameter in self.named_parameters()}
+        state: dict[str, Tensor | LocalTensor] = {f"{prefix}{name}": p for name, p in self.named_parameters()}
+        buffers = {buffer.name: BufferInModel([0], "", []) for buffer in persistent_buffers(self)}
+        if buffers:
+            for name, local in sharded_buffers({0: self}, mesh_of_process(), buffers).items():
+                state[f"{prefix}{name.removeprefix(BUFFER)}"] = local
+        return state
 
 
 class Float16Module(MegatronModule):

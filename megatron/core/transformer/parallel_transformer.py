@@ -134,6 +134,7 @@ class ParallelTransformer(HoldsActivations):
                 angles,
                 shard_over=self.shard_saved_inputs_over,
                 keep=self.activations.input_saver(group.first),
+                modules=group.layers,
             )
 
         # save all activations, on the device

@@ -117,7 +117,7 @@ class ParallelTransformerLayer(nn.Module):
         With `--recompute-modules mlp` the backward computes its activations again.
         """
         if self.recomputes_mlp:
-            return recompute_in_backward(self.mlp, self.keys, normed)
+            return recompute_in_backward(self.mlp, self.keys, normed, modules=[self.mlp])
         return self.mlp(normed)
 
     def _norm_then(self, norm: nn.Module | None, x: Tensor, block: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

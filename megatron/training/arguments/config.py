@@ -198,11 +198,6 @@ class CheckpointConfig(FlagConfig):
         "load only weights, also if the checkpoint lacks some of the model's tensors; each missing tensor is named "
         "and keeps its initial values",
     )
-    allow_lost_buffers: bool = option(
-        False,
-        "load a checkpoint although it lacks model buffers that training had changed; the missing buffers get their "
-        "initial values",
-    )
 
     def problems(self) -> Iterator[str]:
         kind = self.non_persistent_ckpt_type
@@ -271,7 +266,6 @@ class CheckpointConfig(FlagConfig):
             "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
-            "--allow-lost-buffers": self.allow_lost_buffers,
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 

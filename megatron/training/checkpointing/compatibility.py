@@ -23,7 +23,7 @@ from megatron.convert.hf_origin import provenance_problems
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, option_fields, type_mismatches
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST_BUFFERS
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, BUFFERS_AT_START, LOST_BUFFERS
 from megatron.core.ops import dropout_masks
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -171,7 +171,8 @@ _OPTIONAL: _Types = {
     **_typed((list,), "checkpoints", ABSENT_HEADS, LOST_BUFFERS),
     **_typed((dict,), FUNCTIONS),
     **_typed((str,), f"{FUNCTIONS}/*"),
-    **_typed((dict,), BUFFERS_AT_START),
+    **_typed((dict,), BUFFERS, BUFFERS_AT_START),
+    **_typed((list,), f"{BUFFERS}/*"),
     **_typed((str,), f"{BUFFERS_AT_START}/*"),
     **_typed((int,), "train/guard/*/seen"),
     **_typed(_NUMBER, "train/guard/*/largest"),

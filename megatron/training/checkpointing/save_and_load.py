@@ -1,6 +1,7 @@
 """Saving and loading a run: parameters and optimizer state as boxes of tensors, everything else as JSON.
 
     model/<parameter>                       in the model's precision
+    buffer/<buffer>                         persistent buffers of modules, in their own
     optimizer/exp_avg/<parameter>           Adam's moments, float32
     optimizer/exp_avg_sq/<parameter>
     optimizer/momentum_buffer/<parameter>   SGD's moment
@@ -20,7 +21,7 @@ import torch
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, save_checkpoint as write_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS_AT_START, LOST_BUFFERS, lost_buffers
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, LOST_BUFFERS
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops import cpu_half_precision_matmul as matmul, dropout_masks
@@ -37,15 +38,15 @@ from megatron.training.checkpointing import compatibility, non_persistent_checkp
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
 from megatron.training.checkpointing.model_name import model_name
+from megatron.training.checkpointing.module_buffers import (
+    buffers_to_save,
+    changed_extra_states,
+    load_buffers,
+    warn_of_lost_buffers,
+)
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.checkpointing.unsaved_buffers import (
-    changed_persistent_buffers,
-    check_lost_buffers,
-    initial_buffer_digests,
-    note_other_buffers,
-)
 from megatron.training.global_vars import Runtime, print_rank_0
 
 Chunks = Sequence[DistributedDataParallel]
@@ -87,14 +88,23 @@ def save(
 
 
 def tensors_to_save(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> dict[str, LocalTensor]:
-    """Return this rank's part of each tensor of a checkpoint, by name.
+    """Return this rank's part of each tensor of a checkpoint, by name. Every rank must call.
 
-    Each is [shape on this rank], or flat, [elements], where it is sharded. Nothing is communicated.
+    Each is [shape on this rank], or flat, [elements], where it is sharded.
     """
+    return _tensors_and_buffer_records(runtime, chunks, optimizer)[0]
+
+
+def _tensors_and_buffer_records(
+    runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer
+) -> tuple[dict[str, LocalTensor], dict[str, list[Any]]]:
+    """Return `tensors_to_save`, and [dtype, shape] of all ranks' buffers by name."""
+    mesh = runtime.mesh
+    buffers, records = buffers_to_save(chunks, mesh, runtime.device.torch_device)
     optimizer_state = {}
     if runtime.config.checkpoint.save_optim:
-        optimizer_state = sharded_optimizer_state(optimizer, runtime.mesh)
-    return sharded_model_state(chunks, runtime.mesh) | optimizer_state
+        optimizer_state = sharded_optimizer_state(optimizer, mesh)
+    return sharded_model_state(chunks, mesh) | buffers | optimizer_state, records
 
 
 def checkpoint_contents(
@@ -113,11 +123,10 @@ def checkpoint_contents(
     # what the ranks must agree on
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     log_text = collectives.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
-    lost = changed_persistent_buffers(chunks, world, device)
-    buffers_at_start = initial_buffer_digests(chunks, world, device)
+    lost = changed_extra_states(chunks, world, device)
+    tensors, buffers = _tensors_and_buffer_records(runtime, chunks, optimizer)
 
     # everything that is no collective; the manifest lists the keys in this order
-    tensors = tensors_to_save(runtime, chunks, optimizer)
     json_state: dict[str, Any] = {"train": state.as_json(), "checkpoints": state.checkpoints}
     if state.origin is not None:
         json_state["origin"] = state.origin.as_json()
@@ -135,10 +144,9 @@ def checkpoint_contents(
     dtype = runtime.config.transformer.params_dtype
     if matmul.is_half_precision_on_cpu(dtype, runtime.device.torch_device):
         json_state["products"] = matmul.modes_as_json(runtime.matmul_modes, dtype)
+    json_state[BUFFERS] = buffers
     if lost:
         json_state[LOST_BUFFERS] = lost
-    if buffers_at_start:
-        json_state[BUFFERS_AT_START] = buffers_at_start
     return tensors, json_state
 
 
@@ -286,13 +294,11 @@ def _load_checkpoint(
     if checkpoint.warning:
         print_rank_0(f"WARNING: {checkpoint.warning}")
 
-    # refuse another model, other buffers, another tokenizer
+    # refuse another model, another tokenizer
     compatibility.check_state(checkpoint.state, checkpoint.iteration, source)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
     compatibility.check_same_model(runtime, checkpoint.state, name, source, resumes=resumes, resizes=resizes)
-    check_lost_buffers(lost_buffers(checkpoint.state), source, allowed=config.allow_lost_buffers)
-    saved_buffers = checkpoint.state.get(BUFFERS_AT_START, {})
-    note_other_buffers(saved_buffers, initial_buffer_digests(chunks, world, device), source)
+    warn_of_lost_buffers(checkpoint.state, source)
     is_other_tokenizer = tokenizer_compatibility.is_allowed_tokenizer_change(runtime, checkpoint.state, source)
 
     # refuse other parameters and other optimizer state
@@ -320,6 +326,7 @@ def _load_checkpoint(
         optimizer_state = tokenizer_compatibility.with_reused_rows_only(optimizer_state, rows, checkpoint, _MASTER)
 
     # read
+    load_buffers(chunks, mesh, checkpoint, source, device)
     read_tensors(checkpoint, parameters, optimizer_state, world, device, load_optimizer=load_optimizer)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:

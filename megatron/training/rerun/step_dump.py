@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, save_checkpoint
-from megatron.core.dist_checkpointing.format import ITEM_BYTES
+from megatron.core.dist_checkpointing.format import BUFFER, ITEM_BYTES
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.sharding.boxes import whole
+from megatron.core.sharding.buffer_placement import set_buffer_values
 from megatron.core.storage.paths import path_of
 from megatron.training.batch_cache import RewindableBatches
 from megatron.training.checkpointing import save_and_load
@@ -35,8 +36,13 @@ def dump_step_for_replay(runtime: Runtime, state: TrainState, work: StepWork, fi
     """
     root = path_of(runtime.config.guard.bad_step_dir)
     chunks: Sequence[DistributedDataParallel] = list(work.pipeline.chunks.values())
+    now = [chunk.buffer_values() for chunk in chunks]
+    for values in work.buffers_before:  # what the step began with
+        set_buffer_values(values)
     tensors, saved_state = save_and_load.checkpoint_contents(runtime, chunks, work.optimizer, state, {})
-    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
+    for values in now:
+        set_buffer_values(values)
+    tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(("model/", BUFFER))}
     tensors |= batch_tensors(work)
     saved_state["bad_step"] = {
         "text": text,

@@ -1,5 +1,7 @@
 """A state dict of a loop of one's own, saved in one layout, is what one process has in every other."""
 
+from functools import partial
+
 import fsspec
 import pytest
 import torch
@@ -12,7 +14,9 @@ from megatron.core.dist_checkpointing import ShardedTensor, load_state_dict, loa
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.sharding.boxes import slices
-from megatron.core.sharding.placement import pieces
+from megatron.core.sharding.buffer_placement import BufferPlacement
+from megatron.core.sharding.placement import Placement, pieces
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 ONE, VPP = Layout(), Layout(pp=2, v=2, schedule="interleaved")
@@ -156,3 +160,38 @@ def test_a_modules_state_dict_becomes_parts(tmp_path):
 
     run_ranks({"tp": 3, "pp": 2, "dp": 2}, save)
     assert all(run_ranks({"pp": 2}, load))
+
+
+class Averaging(MegatronModule):
+    """A module of a loop of one's own, with a buffer on every rank, a rank's part of one, and a rank's own."""
+
+    def __init__(self, mesh, *, has_own=True):
+        super().__init__(config=None)
+        tp, value = mesh["tp"], 1.0 + mesh["world"].rank
+        self.register_buffer("average", torch.tensor(3.0))
+        self.register_buffer("rows", torch.arange(4.0).chunk(tp.size)[tp.rank].clone())
+        self.buffer_placements = {"rows": BufferPlacement(placement=Placement((4,), None, shard={"tp": 0}))}
+        if has_own:
+            self.register_buffer("own", torch.tensor([value]))
+            self.buffer_placements["own"] = BufferPlacement("own")
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 3}, {}], ids=str)
+def test_buffers_of_a_loop_of_ones_own_load_in_another_layout(sizes, tmp_path):
+    def save(mesh):
+        save_state_dict(tmp_path, {"model": Averaging(mesh).sharded_state_dict(prefix="m.")}, mesh)
+
+    def load(mesh, *, has_own=False):
+        module = Averaging(mesh, has_own=has_own)
+        expected = module.rows.clone()
+        for buffer in module.buffers():
+            buffer.zero_()
+        load_state_dict(tmp_path, {"model": module.sharded_state_dict(prefix="m.")}, mesh)
+        assert module.average == 3 and torch.equal(module.rows, expected)
+        return module.own.item() if has_own else None
+
+    run_ranks({"tp": 2, "dp": 2}, save)
+    assert run_ranks({"tp": 2, "dp": 2}, partial(load, has_own=True)) == [1, 2, 3, 4]
+    whole = load_whole_tensors(tmp_path)
+    assert whole["model/m.rows"].tolist() == [0, 1, 2, 3] and whole["model/m.own"].shape == (4, 1)
+    run_ranks(sizes, load)

@@ -15,9 +15,11 @@ from torch.optim import lr_scheduler as schedules
 from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.deepspeed_lr_schedules import OneCycle
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.buffer_placement import BufferPlacement
 from megatron.training.zero_engine import Engine, EngineConfig
 
 X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -342,3 +344,56 @@ def test_a_checkpoint_of_other_groups_is_refused(tmp_path: Path):
         engine.load(tmp_path, optimizer=False, schedule=False)
 
     run_ranks({"dp": 1}, work)
+
+
+class Normalized(nn.Module):
+    """With running statistics, a moving average that is another tensor after each forward, and a count of each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("average", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(5))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.buffer_placements = {"seen": BufferPlacement("own"), "largest": BufferPlacement("max")}
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.linear(x))
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean()
+        self.largest = torch.maximum(self.largest, x.detach().amax(0))
+        self.seen += torch.tensor([1, int(x[0, 0].item() * 1e9)])
+        return x + self.average
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_resumes_buffers_to_the_bit_and_loads_them_with_other_ranks(stage: int, tmp_path: Path):
+    def train(mesh: Mesh, steps: range) -> dict[str, Tensor]:
+        model = Normalized()
+        engine = engine_of(model, mesh, stage)
+        if steps.start:
+            engine.load(tmp_path)
+        for i in steps:
+            engine.backward(loss_of(engine, part(X[i], mesh)))
+            engine.step()
+            if i == 1:
+                engine.save(tmp_path)
+        return {name: value.clone() for name, value in model.named_buffers()} | engine.module_state_dict()
+
+    whole = run_ranks({"dp": 2}, lambda mesh: train(mesh, range(3)))
+    resumed = run_ranks({"dp": 2}, lambda mesh: train(mesh, range(2, 3)))
+    for before, after in zip(whole, resumed, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    first, second = whole
+    assert torch.equal(first["norm.running_var"], second["norm.running_var"])
+    assert torch.equal(first["largest"], second["largest"]) and not torch.equal(first["seen"], second["seen"])
+
+    saved = load_whole_tensors(tmp_path)
+    assert saved["buffer/seen"].shape == (2, 2) and saved["buffer/largest"].shape == (5,)
+    for ranks in (1, 3):
+        loaded = run_ranks({"dp": ranks}, lambda mesh: train(mesh, range(2, 2)))
+        for rank, buffers in enumerate(loaded):
+            assert torch.equal(buffers["norm.running_mean"], saved["buffer/norm.running_mean"])
+            assert torch.equal(buffers["seen"], saved["buffer/seen"][rank % 2])

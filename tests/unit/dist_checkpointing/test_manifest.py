@@ -44,7 +44,7 @@ def two_pieces(*boxes):
 W, P = ("tensors", "w"), ("tensors", "w", "pieces", 0)
 EDITS = [
     (edited("format", value="other"), "other megatron-boxes"),
-    (edited("version", value=2), "version 2 1"),
+    (edited("version", value=3), "version 3 1 2"),
     (edited("byte_order", value="big little"), "big little"),
     (edited("iteration", value=-4), "iteration -4"),
     (edited("iteration", value=True), "iteration"),

@@ -38,6 +38,7 @@ OURS = {
     "megatron/core/ops/main_grad_interface.py main_grad_of": "main_grad",  # Megatron's name
     "megatron/core/ops/main_grad_interface.py slot_of": "slot",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
+    "megatron/core/sharding/buffer_placement.py persistent_buffers": "buffer_placements",  # a script's module
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/ops/dropout.py own_dropout_keys": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py plain_cross_entropy_of": "cross_entropy",
