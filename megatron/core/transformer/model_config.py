@@ -85,7 +85,7 @@ class RecomputeConfig(FlagConfig):
         }
         for flag, is_set in of_full.items():
             if is_set and not full:
-                yield f"{flag} needs --recompute-granularity full; give both, or leave it out"
+                yield f"{flag} needs --recompute-granularity full; give that too, or leave out {flag}"
         if self.cpu_offloading_num_layers > 0 and self.recomputes("layernorm"):
             yield (
                 "--recompute-modules layernorm recomputes tensors that --cpu-offloading-num-layers would "
