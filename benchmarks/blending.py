@@ -4,7 +4,8 @@
 
 FOLDER: see tests/compat/test_megatron_core.py; without it our own figures are printed alone. The weights are drawn at random. Prints
 microseconds a sample, by the clock and by processor time, as medians of the rounds, and their ratio with the least and
-the largest of a round; and whether both made the same choices.
+the largest of a round; and whether both made the same choices. --simple adds a loop over samples in Python, and one of
+numpy calls: what the product's walk in lanes is worth.
 """
 
 import argparse
@@ -42,6 +43,38 @@ def compiled_helper() -> Callable[[list[float], int], tuple[np.ndarray, np.ndarr
     return choose
 
 
+def python_loop(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Choose by comparing every data set's deficit for every sample."""
+    counts = [0] * len(shares)
+    dataset_index = np.empty(size, np.int16)
+    sample_index = np.empty(size, np.int64)
+    for i in range(size):
+        drawn = max(i, 1)
+        best, largest = 0, shares[0] * drawn - counts[0]
+        for candidate, share in enumerate(shares):
+            deficit = share * drawn - counts[candidate]
+            if deficit > largest:
+                best, largest = candidate, deficit
+        dataset_index[i] = best
+        sample_index[i] = counts[best]
+        counts[best] += 1
+    return dataset_index, sample_index
+
+
+def numpy_loop(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same with the deficits of one sample in an array."""
+    weights = np.array(shares)
+    counts = np.zeros(len(shares))
+    dataset_index = np.empty(size, np.int16)
+    sample_index = np.empty(size, np.int64)
+    for i in range(size):
+        best = int((weights * max(i, 1) - counts).argmax())
+        dataset_index[i] = best
+        sample_index[i] = counts[best]
+        counts[best] += 1
+    return dataset_index, sample_index
+
+
 def timed(
     choose: Callable, shares: list[float], size: int
 ) -> tuple[tuple[float, float], tuple[np.ndarray, np.ndarray]]:
@@ -54,10 +87,12 @@ def timed(
     return (1e6 * elapsed / size, 1e6 * cpu / size), result
 
 
-def compare(count: int, size: int, rounds: int) -> None:
+def compare(count: int, size: int, rounds: int, *, simple: bool) -> None:
     """Blend `count` data sets with random weights by each contender in turns, and print their times."""
     shares = normalized(np.random.RandomState(count).rand(count).tolist())
     contenders = {"ours": weighted_indices}
+    if simple:
+        contenders |= {"Python loop": python_loop, "numpy loop": numpy_loop}
     helper = compiled_helper()
     if helper is not None:
         contenders["helper"] = helper
@@ -68,7 +103,7 @@ def compare(count: int, size: int, rounds: int) -> None:
             seconds, result = timed(choose, shares, size)
             spent[name].append(seconds)
             choices.append(result)
-        if not all(np.array_equal(a, b) for a, b in zip(choices[0], choices[-1])):
+        if not all(np.array_equal(a, b) for other in choices for a, b in zip(choices[0], other)):
             sys.exit(f"{count} data sets: the choices differ")
     print(f"{count} data sets, {size:,} samples, {rounds} rounds")
     for kind, label in enumerate(("by the clock", "by processor time")):
@@ -85,9 +120,10 @@ def main() -> None:
     parser.add_argument("--datasets", type=int, nargs="+", default=[5, 1000], help="how many are blended")
     parser.add_argument("--samples", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--simple", action="store_true", help="beside loops over samples in Python and numpy")
     options = parser.parse_args()
     for count in options.datasets:
-        compare(count, options.samples, options.rounds)
+        compare(count, options.samples, options.rounds, simple=options.simple)
 
 
 if __name__ == "__main__":
