@@ -100,6 +100,9 @@ class GenerateConfig(FlagConfig):
     genfile: str | None = option(None, "JSONL file for the texts instead of standard output", metavar="FILE")
     seed: Annotated[int, "[0, 2^32)"] = option(1234, "sampling seed")
     recompute: bool = option(False, "without a key/value cache: recompute all tokens for each new token")
+    kv_cache: str = option(
+        "contiguous", "the key/value cache: a name in CACHES, to which the script of --model may add", metavar="NAME"
+    )
     decoder_start_token_id: WholeNumber | None = option(
         None,
         "T5: id of the token that begins the decoder's text; default: that of the tokenizer, or of a Hugging "
@@ -357,6 +360,7 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
             "choose": [chooser(settings.sampling, generator) for generator in generators],
             "mesh": mesh,
             "use_cache": not generation.recompute,
+            "cache": generation.kv_cache,
         }
         batch_ids = [prompts.ids[i] for i, _ in batch]
         is_encoder_decoder = prompts.start_id is not None

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError, option
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
@@ -78,7 +78,7 @@ class SideBySideModel(GPTModel):
         position_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
         *,
         restarts: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -90,6 +90,7 @@ PRODUCT = {
     "table": "megatron.core.base.registry:Registry",
     "SCHEDULES": "megatron.core.pipeline_parallel.schedule.registry:SCHEDULES",
     "KERNELS": "megatron.core.ops.attention.kernels:KERNELS",
+    "CACHES": "megatron.core.ops.attention.kv_cache:CACHES",
     "OPTIMIZERS": "megatron.core.optimizer.optimizer_registry:OPTIMIZERS",
     "TOKENIZERS": "megatron.core.tokenizers.tokenizer_registry:TOKENIZERS",
     "METHODS": "megatron.core.context_parallel.cp_attention:METHODS",
@@ -383,7 +384,7 @@ def default_of(field: dataclasses.Field) -> str:
     return "required" if field.default is dataclasses.MISSING else shown(field.default)
 
 
-OPEN_TABLES = ("SCHEDULES", "KERNELS", "OPTIMIZERS", "TOKENIZERS", "METHODS", "FAMILIES")
+OPEN_TABLES = ("SCHEDULES", "KERNELS", "CACHES", "OPTIMIZERS", "TOKENIZERS", "METHODS", "FAMILIES")
 CLOSED_TABLES = (
     *("norm placements", "regions", "rotary scalings", "models by the name in a checkpoint", "models that generate"),
     *("ways of a product", "checks of the guard", "DeepSpeed's schedules", "coefficients of Newton-Schulz"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.inference.sampling import Choose
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
@@ -55,6 +55,7 @@ def generate_batch(
     choose: Sequence[Choose],
     mesh: Mesh | None = None,
     use_cache: bool = True,
+    cache: str = "contiguous",
 ) -> Iterator[list[int | None]]:
     """Yield the next id of each prompt, for at most `max_new_tokens` steps or until every text has reached `stop_id`.
 
@@ -65,7 +66,8 @@ def generate_batch(
     choose: choose[i] samples for prompt i.
     mesh: default: a whole model in this process; otherwise all ranks of one replica must call with equal arguments and
         iterate together.
-    use_cache: False: each token costs a forward over the whole text.
+    use_cache: False: each token costs a forward over the whole text. cache: a name in `CACHES`
+        (`ops/attention/kv_cache.py`), which a script may extend.
 
     Raises ValueError before the first step. If a rank fails later, it raises its own error and the others `PeerError`.
     """
@@ -76,10 +78,18 @@ def generate_batch(
     for number, ids in enumerate(prompts, 1):
         subject = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         problems += [f"{subject} {problem}" for problem in prompt_problems(ids, model.vocab_size, max_length)]
+    problems += cache_problems(cache)
     if problems:
         raise ValueError("; ".join(problems))
-    stage = Stage(model, mesh or single_rank_mesh(), choose)
+    stage = Stage(model, mesh or single_rank_mesh(), choose, cache=cache)
     return generate_tokens(stage, prompts, **limits, stop_id=stop_id, use_cache=use_cache)
+
+
+def cache_problems(cache: str) -> list[str]:
+    """Return what is wrong with the name of a cache."""
+    if cache in CACHES:
+        return []
+    return [f"there is no cache {cache!r}; CACHES has {', '.join(CACHES)}"]
 
 
 def prompt_problems(ids: Sequence[int], vocab_size: int, max_length: int) -> list[str]:
@@ -140,16 +150,17 @@ class Stage:
 
     receives_tuple = False  # whether the model's set_input_tensor takes a tuple of tensors
 
-    def __init__(self, model: nn.Module, mesh: Mesh, choose: Sequence[Choose] = ()):
+    def __init__(self, model: nn.Module, mesh: Mesh, choose: Sequence[Choose] = (), *, cache: str = "contiguous"):
+        self.kind_of_cache = cache  # a name in CACHES
         self.model = model
         self.mesh = mesh
         self.choose = choose
         (self.stage,) = mesh.stages.of_rank(mesh["pp"].rank)
         self.device = next(model.parameters()).device
 
-    def cache(self, starts: Sequence[int], capacity: int) -> KeyValueCache:
+    def cache(self, starts: Sequence[int], capacity: int) -> AttentionCache:
         """Return an empty cache. starts: the column in which each text begins. capacity: in columns."""
-        return self.model.context.cache(starts, capacity, self.device)
+        return self.model.context.cache(starts, capacity, self.device, self.kind_of_cache)
 
     def capacity(self, columns: int, max_columns: int) -> int:
         """Return the columns of a cache for texts that have `columns` now: at most `max_columns`.
@@ -165,7 +176,7 @@ class Stage:
         return capacity
 
     @torch.no_grad()
-    def logits(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
+    def logits(self, tokens: Tensor, cache: AttentionCache) -> Tensor | None:
         """Return the logits [b, v] of each text's next token, without vocabulary padding; None before the last stage.
 
         tokens: [b, new], after those of the cache. Every rank of the replica must call.
@@ -205,7 +216,7 @@ class Stage:
         logits = collectives.all_gather(out[:, -1], self.mesh["tp"], dim=-1)  # [b, padded vocabulary]
         return logits[:, : self.model.vocab_size]
 
-    def choose_next(self, tokens: Tensor, cache: KeyValueCache, active: Sequence[bool]) -> list[int]:
+    def choose_next(self, tokens: Tensor, cache: AttentionCache, active: Sequence[bool]) -> list[int]:
         """Return the next id of each text, on every rank; 0 for a finished text.
 
         All ranks of the last stage draw the same ids. If sampling fails on one of them, it raises its error and all

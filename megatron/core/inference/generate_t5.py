@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.inference.generate import Stage, generate_tokens, prompt_problems
+from megatron.core.inference.generate import Stage, cache_problems, generate_tokens, prompt_problems
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.inference.sampling import Choose
-from megatron.core.ops.attention.kv_cache import DecoderCache
+from megatron.core.ops.attention.kv_cache import CACHES, DecoderCache
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 
@@ -35,6 +35,7 @@ def answer_batch(
     choose: Sequence[Choose],
     mesh: Mesh | None = None,
     use_cache: bool = True,
+    cache: str = "contiguous",
 ) -> Iterator[list[int | None]]:
     """Yield the next id that the decoder writes for each prompt; other arguments as of `generate_batch`.
 
@@ -53,9 +54,10 @@ def answer_batch(
     for number, ids in enumerate(prompts, 1):
         problems += [f"prompt {number} {problem}" for problem in prompt_problems(ids, vocab_size, longest)]
     problems += [f"the decoder's first token {problem}" for problem in prompt_problems([start_id], vocab_size, 1)]
+    problems += cache_problems(cache)
     if problems:
         raise ValueError("; ".join(problems))
-    stage = _EncoderDecoderStage(model, mesh or single_rank_mesh(), choose)
+    stage = _EncoderDecoderStage(model, mesh or single_rank_mesh(), choose, cache=cache)
     stage.set_prompts(prompts)
     return generate_tokens(
         stage,
@@ -82,7 +84,7 @@ class _EncoderDecoderStage(Stage):
 
     def cache(self, starts: Sequence[int], capacity: int) -> DecoderCache:
         assert not any(starts), "the decoder's texts have one length"
-        return DecoderCache(len(starts), capacity, self.device)
+        return DecoderCache(len(starts), capacity, self.device, CACHES[self.kind_of_cache])
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, cache: DecoderCache) -> Tensor | None:

@@ -13,14 +13,14 @@ Shapes on a rank, with sequence parallelism in parentheses, and Ulysses (`--cp-c
     result           [s, b, h] ([s/t, b, h])      linear_proj sums over t
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import REGIONS
@@ -117,12 +117,12 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor:
         return self.linear_proj(self.core_attn_out(x, mask, angles, cache))[0]  # [s, b, h]
 
     def core_attn_out(
-        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor:
         """Return the attention of this rank's heads [s, b, n/t d], before the output projection.
 
@@ -167,20 +167,43 @@ class ParallelAttention(nn.Module):
             heads = heads._replace(q=q, k=k)
         return heads
 
-    def attend(self, heads: "Heads", mask: Mask = None, cache: KeyValueCache | None = None) -> Tensor:
+    def attend(self, heads: "Heads", mask: Mask = None, cache: AttentionCache | None = None) -> Tensor:
         """Run the core attention of these heads, in this layer's window: -> [s, b, n/t d].
 
         heads: of this rank, as `get_query_key_value_tensors` returns them. Every rank of cp must call.
         """
         q, k, v = heads
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # [length + s, b, groups/t, d]
+            attention = CoreAttentionOfLayer(self.core_attention, mask, self.window_left, self.cp_size)
+            return cache.attend(self.layer, q, (k, v), attention)
         mask = with_window(mask, self.window_left, len(k) * self.cp_size)
-        if self.cp_size > 1 and cache is not None and not cache.shares:
-            # after the prompts, every context-parallel rank has all cached keys and computes the same new token
-            return self.core_attention(q, k, v, mask, is_whole=True)
         if self.recomputes_core:
             return recompute_in_backward(self.core_attention, self.keys, q, k, v, mask, modules=[self.core_attention])
+        return self.core_attention(q, k, v, mask)
+
+
+@dataclass(frozen=True)
+class CoreAttentionOfLayer:
+    """What a cache calls: a layer's core attention with its mask and window (`kv_cache.py: LayerAttention`)."""
+
+    core_attention: nn.Module
+    mask: Mask
+    window_left: int | None
+    cp_size: int
+    is_whole: bool = False  # every context-parallel rank has all keys and computes the same new tokens
+
+    def over_whole_sequence(self) -> "CoreAttentionOfLayer":
+        return replace(self, is_whole=True)
+
+    def compute(self, q: Tensor, *entries: Tensor) -> Tensor:
+        """Return the attention of q [new, b, n/t, d] over keys and values [keys, b, groups/t, d]: [new, b, n/t d].
+
+        In the prompts' forward of ranks that share them, the entries are this rank's part, and every rank of cp must call.
+        """
+        k, v = entries
+        mask = with_window(self.mask, self.window_left, len(k) * self.cp_size)
+        if self.is_whole:
+            return self.core_attention(q, k, v, mask, is_whole=True)
         return self.core_attention(q, k, v, mask)
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.attention.kv_cache import DecoderCache
+from megatron.core.ops.attention.kv_cache import CrossAttentionCache, DecoderCache
 from megatron.core.ops.attention.masks import HoldsTensors, Mask, tensors_of
+from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
 from megatron.core.transformer.dot_product_attention import CoreAttention
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
@@ -18,10 +19,10 @@ class ParallelCrossAttention(nn.Module):
 
     The fused key/value weight holds the heads one after the other, each as its key head and its value head.
 
-    forward(x [s, b, h], memory [m, b, h], mask, kv_cache) -> [s, b, h]; under sequence parallelism [s/t, b, h] and
+    forward(x [s, b, h], memory [m, b, h], mask, cache) -> [s, b, h]; under sequence parallelism [s/t, b, h] and
     [m/t, b, h]. mask: bool [.., s or 1, m], True where attention is masked; None: all of the other sequence is seen.
-    kv_cache: layer -> keys and values [m, b, n/t, d]; the first forward adds this layer's, further ones use them and
-    need no memory. Every rank of tp, and those that share the samples, must call. Building it raises
+    cache: of keys and values [m, b, n/t, d]; the first forward adds this layer's, further ones use them and need no
+    memory. Every rank of tp, and those that share the samples, must call. Building it raises
     ValueError if groups differ from heads.
     Source: "Attention Is All You Need", Vaswani et al. 2017, section 3.2.3.
     """
@@ -50,44 +51,51 @@ class ParallelCrossAttention(nn.Module):
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, init=config.output_init, **options)
 
     def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        mask: Tensor | None = None,
-        kv_cache: "CrossAttentionCache | None" = None,
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None = None, cache: CrossAttentionCache | None = None
     ) -> Tensor:
-        return self.linear_proj(self.core_attn_out(x, memory, mask, kv_cache))[0]  # [s, b, h]
+        return self.linear_proj(self.core_attn_out(x, memory, mask, cache))[0]  # [s, b, h]
 
     def core_attn_out(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        mask: Tensor | None = None,
-        kv_cache: "CrossAttentionCache | None" = None,
+        self, x: Tensor, memory: Tensor | None, mask: Tensor | None = None, cache: CrossAttentionCache | None = None
     ) -> Tensor:
         """Return the attention of this rank's heads [s, b, n/t d], before the output projection.
 
         Arguments are those of forward. Every rank of tp must call.
         """
         q = self.linear_q(x)[0].unflatten(-1, (self.heads, self.head_width))  # [s, b, n/t, d]
-        k, v = self._keys_and_values(memory, kv_cache)  # [m, b, n/t, d]
+        attention = AttentionToWholeText(self.core_attention, mask, self.rows)
+        if cache is None:
+            return attention.compute(q, *self._keys_and_values(memory))
+        entries = () if cache.holds(self.layer) else self._keys_and_values(memory)
+        return cache.attend(self.layer, q, entries, attention)
+
+    def _keys_and_values(self, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of memory [m, b, h]: [m, b, n/t, d] each."""
+        mixed_kv = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width))  # [m, b, n/t, 2, d]
+        k, v = mixed_kv.unbind(3)
+        return k, v
+
+
+@dataclass(frozen=True)
+class AttentionToWholeText:
+    """What a cache calls: a core attention that sees all of another sequence but for its mask (`kv_cache.py: LayerAttention`)."""
+
+    core_attention: nn.Module
+    mask: Tensor | None
+    rows: SequenceShard
+    window_left: None = None
+
+    def over_whole_sequence(self) -> "AttentionToWholeText":
+        return self
+
+    def compute(self, q: Tensor, *entries: Tensor) -> Tensor:
+        """Return the attention of q [s, b, n/t, d] over keys and values [m, b, n/t, d]: [s, b, n/t d]."""
+        k, v = entries
+        mask = self.mask
         if mask is None:
             # None would be causal; the mask has the columns of all ranks that share the samples
             mask = torch.zeros(1, 1, 1, self.rows.global_length(len(k)), dtype=torch.bool, device=q.device)
         return self.core_attention(q, k, v, mask)
-
-    def _keys_and_values(self, memory: Tensor | None, kv_cache: "CrossAttentionCache | None") -> tuple[Tensor, Tensor]:
-        """Return the keys and values of memory [m, b, h]: [m, b, n/t, d] each."""
-        if kv_cache is not None and self.layer in kv_cache:
-            return kv_cache[self.layer]
-        mixed_kv = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width))  # [m, b, n/t, 2, d]
-        k, v = mixed_kv.unbind(3)
-        if kv_cache is not None:
-            kv_cache[self.layer] = k, v
-        return k, v
-
-
-CrossAttentionCache = dict[int, tuple[Tensor, Tensor]]  # layer -> keys, values [m, b, n/t, d]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.cp_attention import ContextParallel
-from megatron.core.context_parallel.cp_prefill_cache import AllGatherKeyValueCache
+from megatron.core.context_parallel.cp_prefill_cache import PromptShardedCache
 from megatron.core.offload.offload_tiers import OffloadAllocator
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.ops.dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
@@ -84,11 +84,14 @@ class LayerContext:
             first = autograd_collectives.gather_replicated_sequence(first, self.tp.axis)[:1]  # that of rank 0 of tp
         return autograd_collectives.gather_sequence(first, self.cp.axis)[0]  # that of rank 0 of cp
 
-    def cache(self, starts: Sequence[int], capacity: int, device: torch.device | str) -> KeyValueCache:
-        """Return the key/value cache of a chunk's layers; arguments as of `KeyValueCache`."""
+    def cache(
+        self, starts: Sequence[int], capacity: int, device: torch.device | str, kind: str = "contiguous"
+    ) -> AttentionCache:
+        """Return the cache of a chunk's layers; starts and capacity: see `AttentionCache`. kind: a name in `CACHES`."""
+        cache = CACHES[kind](starts, capacity, device)
         if self.cp.axis.size == 1:
-            return KeyValueCache(starts, capacity, device)
-        return AllGatherKeyValueCache(starts, capacity, device, self.cp.axis)
+            return cache
+        return PromptShardedCache(cache, self.cp.axis)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:
         """Return the dropout of hidden states. site: a unique name for each place in a layer, which seeds its masks."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.attention.masks import Mask, tensors_of
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
@@ -62,7 +62,7 @@ class ParallelTransformer(HoldsActivations):
         self.final_layernorm = make_norm(config, context) if has_final_norm else None
 
     def forward(
-        self, x: Tensor, mask: Mask = None, cache: KeyValueCache | None = None, position_ids: Tensor | None = None
+        self, x: Tensor, mask: Mask = None, cache: AttentionCache | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
         config = self.settings
         length = x.shape[0] * self.rows.sp.size  # rows inside a layer, where sequence parallelism has gathered them
@@ -98,7 +98,7 @@ class ParallelTransformer(HoldsActivations):
         return x
 
     def _positions(
-        self, length: int, cache: KeyValueCache | None, position_ids: Tensor | None, device: torch.device
+        self, length: int, cache: AttentionCache | None, position_ids: Tensor | None, device: torch.device
     ) -> Tensor:
         """Return the positions of this rank's rows inside a layer: [s, b], or [s, 1] if all texts share them."""
         if cache is not None:
@@ -115,7 +115,7 @@ class ParallelTransformer(HoldsActivations):
         return position_ids.t()
 
     def _run_group(
-        self, group: "LayerGroup", x: Tensor, mask: Mask, angles: Tensor | None, cache: KeyValueCache | None
+        self, group: "LayerGroup", x: Tensor, mask: Mask, angles: Tensor | None, cache: AttentionCache | None
     ) -> Tensor:
         """Run a group of layers: x [s, b, h] ([s/t, b, h] under sequence parallelism) -> the same shape."""
         run = partial(_run_layers, group.layers, cache)
@@ -177,7 +177,7 @@ class LayerGroup(NamedTuple):
 
 
 def _run_layers(
-    layers: Sequence[nn.Module], cache: KeyValueCache | None, x: Tensor, mask: Mask, angles: Tensor | None
+    layers: Sequence[nn.Module], cache: AttentionCache | None, x: Tensor, mask: Mask, angles: Tensor | None
 ) -> Tensor:
     """Run layers one after the other: x [s, b, h] ([s/t, b, h] under sequence parallelism) -> the same shape."""
     options = () if cache is None else (cache,)  # a fork's layer without generation need not take a cache

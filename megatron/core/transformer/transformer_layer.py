@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
@@ -79,7 +79,7 @@ class ParallelTransformerLayer(nn.Module):
             self.compiled_layer = WholeLayerPrograms(self, config, context.tp)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: KeyValueCache | None = None
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor:
         # --compile layers: two compiled programs, and between them the attention kernel
         if self.compiled_layer is not None and self.compiled_layer.can_run(cache):

@@ -1,31 +1,19 @@
 """A token at a time with kept keys and values, in any layout, equals the plain forward of one process over the whole text."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from cached_scores import AFTER, MODELS, PROMPTS, forced
 from local_ranks import run_ranks
-from option_cases import BUNDLES
-from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, build_chunks
+from tiny_run import GPT2, SEQ, VOCAB, Layout, build, build_chunks
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.attention.kv_cache import KeyValueCache
 from megatron.core.parallel.mesh import Mesh
 
-MODELS = {
-    "gpt2": replace(GPT2, init_method_std=0.3),  # large weights: what attention sees matters
-    "llama": replace(LLAMA, init_method_std=0.3),
-    "two groups": replace(LLAMA, num_query_groups=2, init_method_std=0.3, qk_layernorm=True),
-    "half rotary": replace(LLAMA, num_query_groups=1, init_method_std=0.3, rotary_percent=0.5),
-    "windows": replace(LLAMA, init_method_std=0.3, window_size="2,0", window_attn_skip_freq="2"),
-    "plain kernel": replace(GPT2, init_method_std=0.3, attention_backend="unfused"),
-    **{name: replace(LLAMA, init_method_std=0.3, **BUNDLES[name]) for name in ("gemma3", "oss", "cohere2")},
-}
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
-PROMPTS = [[3], [7, 1, 4], [60, 2, 9, 9, 5]]
-AFTER = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]  # what is "drawn", whatever the scores
 
 
 def plain_scores(config, length: int) -> list[list[torch.Tensor]]:
@@ -37,29 +25,6 @@ def plain_scores(config, length: int) -> list[list[torch.Tensor]]:
             texts = [(prompt + after[:step])[-length:] for step in range(len(after))]
             scores.append([model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1, :VOCAB] for ids in texts])
     return scores
-
-
-def forced(mesh: Mesh, config, *, length: int, use_cache: bool = True, kind: str = "p2p") -> list[list[torch.Tensor]]:
-    """The scores that this rank was asked to draw from, by text and step."""
-    seen: list[list[torch.Tensor]] = [[] for _ in PROMPTS]
-
-    def draw(scores: torch.Tensor, text: int) -> int:
-        seen[text].append(scores)
-        return AFTER[text][len(seen[text]) - 1]
-
-    stages, _, _ = build_chunks(mesh, config, Layout(pp=mesh["pp"].size, cp_types=(kind,)))
-    steps = generate_batch(
-        stages[mesh["pp"].rank].module,
-        PROMPTS,
-        max_new_tokens=3,
-        max_length=length,
-        stop_id=None,
-        mesh=mesh,
-        use_cache=use_cache,
-        choose=[partial(draw, text=text) for text in range(len(PROMPTS))],
-    )
-    assert [list(step) for step in zip(*steps)] == AFTER, "every rank learns every id"
-    return seen
 
 
 def assert_drawn_from_plain_scores(ranks: list, config, length: int, before_the_last_stage: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.models.common.output_layer import LanguageModelHead
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
@@ -83,7 +83,7 @@ class TransformerLanguageModel(nn.Module):
         position_ids: Tensor | None,
         mask: Tensor | None = None,
         token_types: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         """Return the hidden states after the stage's layers: [s, b, h] ([s/t, b, h] under sequence parallelism)."""
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor

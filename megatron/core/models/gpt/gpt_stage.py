@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.common.model_rules import GPT_RULES
-from megatron.core.ops.attention.kv_cache import KeyValueCache
+from megatron.core.ops.attention.kv_cache import AttentionCache
 
 
 class GPTModel(LanguageModelStage):
@@ -28,7 +28,7 @@ class GPTModel(LanguageModelStage):
         position_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         x = self.language_model(input_ids, position_ids, attention_mask, cache=cache)  # [s, b, h]
         if not self.post_process:

@@ -1,4 +1,4 @@
-"""The key/value cache of generation: the forward of a further token computes that token alone.
+"""The cache of generation: the forward of a further token computes that token alone.
 
 Columns are tokens in order. Texts of different lengths end in the same column, so they begin in different columns:
 
@@ -8,33 +8,77 @@ Columns are tokens in order. Texts of different lengths end in the same column, 
 
 Columns before a text's start are padding. No token of the text attends to padding. Padding attends to itself: a
 softmax over no key is NaN, and NaN times a probability of zero is still NaN.
+
+`AttentionCache` is the interface: a layer gives it queries and the new tokens' entries (keys and values, or what another
+attention keeps of a token), and it calls the layer's attention on all entries. `CACHES` has the implementations by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.core.base.registry import Registry
+from megatron.core.ops.attention.masks import Mask
 from megatron.core.parallel.grid import ALONE, Axis
 
+Entries = tuple[
+    Tensor, ...
+]  # of tokens in one layer, each [tokens, b, ..]; keys and values are [tokens, b, groups/t, d]
 
-class KeyValueCache:
-    """Keys and values of a batch of texts, for the attention layers of one pipeline stage. The caller owns it.
 
-    `forward` appends to it: the first forward processes the whole prompts, each later one the new tokens.
-    starts: the column in which each text begins. capacity: the most columns; the first forward allocates
-    2 x capacity x texts x groups/t x head width numbers per layer.
+class LayerAttention(Protocol):
+    """The attention of one layer, with its window, caps, sinks and mask."""
+
+    mask: Mask
+    window_left: int | None  # keys that a token sees before itself; None: all
+
+    def compute(self, q: Tensor, *entries: Tensor) -> Tensor:
+        """Return the attention of q [new, b, n/t, d] over entries [length + new, b, ..]: [new, b, n/t d]."""
+
+    def over_whole_sequence(self) -> "LayerAttention":
+        """Return it for entries that every rank of a shared sequence has in full."""
+
+
+class AttentionCache:
+    """The entries of a batch of texts, for the attention layers of one pipeline stage. The caller owns it.
+
+    `forward` adds to it: the first forward processes the whole prompts, each later one the new tokens. For every layer
+    `attend` is called once, then `advance` for all.
+    starts: the column in which each text begins, so that `positions` are its own. capacity: the most columns.
+
+    A subclass defines `append` and `entries`, or `attend` alone if its kernel reads the entries where they are.
     """
 
     def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str = "cpu"):
         self.length = 0  # columns filled
         self.capacity = capacity
-        self._starts = torch.tensor(starts, device=device)  # [b]
-        self._is_padded = any(starts)
-        self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [capacity, b, groups/t, d]
+        self.starts = torch.tensor(starts, device=device)  # [b]
+        self.is_padded = any(starts)
 
     sharing: Axis = ALONE  # the ranks over which the prompts' columns are sharded
     shares = False  # whether the next forward has such a shard of the columns
+
+    def append(self, layer: int, entries: Entries) -> None:
+        """Store the entries of the next columns, each [new, b, ..]."""
+        raise NotImplementedError
+
+    def entries(self, layer: int, stop: int) -> Entries:
+        """Return the entries of columns 0 to `stop` of a layer, each [stop, b, ..]; those of padding may be anything finite."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, q: Tensor, entries: Entries, attention: LayerAttention) -> Tensor:
+        """Store the entries of the next columns; return the attention of their queries over all columns so far.
+
+        q: [new, b, n/t, d]. entries: each [new, b, ..]. Returns [new, b, n/t d].
+        """
+        self.append(layer, entries)
+        return attention.compute(q, *self.entries(layer, self.length + q.shape[0]))
+
+    def advance(self, new: int) -> None:
+        """Count `new` columns, for which every layer has attended."""
+        self.length += new
 
     def take(self, tokens: Tensor) -> Tensor:
         """Return the columns of the next tokens, int64 [b, new], that this rank computes: here all of them."""
@@ -49,53 +93,92 @@ class KeyValueCache:
 
     def positions(self, new: int) -> Tensor:
         """Return the positions of the next `new` columns within their texts, 0 for padding: int64 [b, new]."""
-        return (self._columns(new) - self._starts[:, None]).clamp(min=0)
+        return (self.columns(new) - self.starts[:, None]).clamp(min=0)
 
-    def mask(self, new: int) -> Tensor | None:
+    def mask(self, new: int) -> Mask:
         """Return the mask of the next `new` columns: bool [b, 1, new, length + new], True where attention is masked.
 
         None for causal attention.
         """
-        if not self._is_padded and (new == 1 or self.length == 0):
+        if not self.is_padded and (new == 1 or self.length == 0):
             return None  # the kernels' causal case, which is faster than a mask
-        keys = torch.arange(self.length + new, device=self._starts.device)  # columns
-        queries = self._columns(new)[:, None]  # [new, 1]
-        is_padding = keys < self._starts[:, None, None]  # [b, 1, length + new]
+        keys = torch.arange(self.length + new, device=self.starts.device)  # columns
+        queries = self.columns(new)[:, None]  # [new, 1]
+        is_padding = keys < self.starts[:, None, None]  # [b, 1, length + new]
         return ((keys > queries) | (is_padding & (keys != queries)))[:, None]
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [new, b, groups/t, d] of a layer.
-
-        Returns all of the layer's so far, [length + new, b, groups/t, d] each, as views of the cache. `length` grows
-        with `advance`, when every layer has appended.
-        """
-        stop = self.length + k.shape[0]
-        assert stop <= self.capacity, f"{stop} columns in a cache of {self.capacity}"
-        if layer not in self._keys_values:
-            keys = k.new_empty((self.capacity, *k.shape[1:]))
-            values = v.new_empty((self.capacity, *v.shape[1:]))
-            self._keys_values[layer] = keys, values
-        keys, values = self._keys_values[layer]
-        keys[self.length : stop] = k
-        values[self.length : stop] = v
-        return keys[:stop], values[:stop]
-
-    def advance(self, new: int) -> None:
-        """Count `new` columns, which every layer has appended."""
-        self.length += new
-
-    def _columns(self, new: int) -> Tensor:
-        return torch.arange(self.length, self.length + new, device=self._starts.device)
+    def columns(self, new: int) -> Tensor:
+        """Return the numbers of the next `new` columns: int64 [new]."""
+        return torch.arange(self.length, self.length + new, device=self.starts.device)
 
 
-class DecoderCache(KeyValueCache):
-    """The cache of a decoder with cross attention: also keys and values of the encoder's output, made once a batch.
+class KeyValueCache(AttentionCache):
+    """A cache in one tensor for each entry of a layer, [capacity, b, ..], which the first forward allocates.
 
-    All texts begin in the first column. memory: layer -> keys and values of the encoder's output, [s, b, n/t, d] each.
-    tables: the weights [buckets, n] of the relative positions' biases.
+    Keys and values take 2 x capacity x texts x groups/t x head width numbers per layer.
     """
+
+    def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str = "cpu"):
+        super().__init__(starts, capacity, device)
+        self._entries: dict[int, Entries] = {}  # by layer, each [capacity, b, ..]
+
+    def append(self, layer: int, entries: Entries) -> None:
+        stop = self.length + entries[0].shape[0]
+        assert stop <= self.capacity, f"{stop} columns in a cache of {self.capacity}"
+        if layer not in self._entries:
+            self._entries[layer] = tuple(new.new_empty((self.capacity, *new.shape[1:])) for new in entries)
+        for stored, new in zip(self._entries[layer], entries, strict=True):
+            stored[self.length : stop] = new
+
+    def entries(self, layer: int, stop: int) -> Entries:
+        return tuple(stored[:stop] for stored in self._entries[layer])
+
+
+class CrossAttentionCache(AttentionCache):
+    """Keys and values of the encoder's output, which the first forward gives each layer: each [m, b, ..]."""
 
     def __init__(self, texts: int, capacity: int, device: torch.device | str = "cpu"):
         super().__init__([0] * texts, capacity, device)
-        self.memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self._entries: dict[int, Entries] = {}  # by layer
+
+    def holds(self, layer: int) -> bool:
+        """Return whether the layer's entries are stored, so that it need not compute them again."""
+        return layer in self._entries
+
+    def append(self, layer: int, entries: Entries) -> None:
+        if entries:
+            self._entries[layer] = entries
+
+    def entries(self, layer: int, stop: int) -> Entries:
+        return self._entries[layer]
+
+
+class DecoderCache(AttentionCache):
+    """The cache of a decoder with cross attention: of its own text, and of the encoder's output, made once a batch.
+
+    All texts begin in the first column. make: the cache of the decoder's text, as an entry of `CACHES`. memory: of the
+    encoder's output. tables: the weights [buckets, n] of the relative positions' biases.
+    """
+
+    def __init__(
+        self,
+        texts: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        make: Callable[[Sequence[int], int, torch.device | str], AttentionCache] = KeyValueCache,
+    ):
+        super().__init__([0] * texts, capacity, device)
+        self._text = make([0] * texts, capacity, device)
+        self.memory = CrossAttentionCache(texts, capacity, device)
         self.tables: tuple[Tensor, ...] = ()
+
+    def attend(self, layer: int, q: Tensor, entries: Entries, attention: LayerAttention) -> Tensor:
+        return self._text.attend(layer, q, entries, attention)
+
+    def advance(self, new: int) -> None:
+        self._text.advance(new)
+        super().advance(new)
+
+
+# A script adds its own: CACHES["paged"] = PagedCache
+CACHES = Registry("CACHES", ("starts", "capacity", "device"), {"contiguous": KeyValueCache})

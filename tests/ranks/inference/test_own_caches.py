@@ -1,0 +1,146 @@
+"""A cache of a script's own: the paged one of examples/ has the bits of the contiguous one, and a layer may cache other entries than keys and values."""
+
+import importlib.util
+from functools import partial
+
+import pytest
+import torch
+from cached_scores import MODELS, forced
+from local_ranks import run_ranks
+from same_code import ROOT
+from tiny_run import LLAMA, SEQ, build
+from torch import Tensor
+
+from megatron.core.inference.generate import generate_batch
+from megatron.core.inference.load_model import single_rank_mesh
+from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache, Entries, KeyValueCache, LayerAttention
+from megatron.core.transformer.attention import ParallelAttention
+
+
+def example():
+    spec = importlib.util.spec_from_file_location("paged_cache", ROOT / "examples" / "paged_cache" / "paged_cache.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    CACHES["paged"] = module.PagedCache
+    return module
+
+
+@pytest.fixture(autouse=True)
+def tables_as_before():
+    before = dict(CACHES)
+    yield
+    CACHES.data = before
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "kind"),
+    [
+        ("llama", {"tp": 2, "pp": 2}, "p2p"),
+        ("windows", {"pp": 2, "cp": 2}, "p2p"),
+        pytest.param("gpt2", {}, "p2p", marks=pytest.mark.full),
+        pytest.param("two groups", {"tp": 2, "cp": 2}, "all_gather", marks=pytest.mark.full),
+        pytest.param("gemma3", {"cp": 2}, "a2a", marks=pytest.mark.full),
+        pytest.param("oss", {"tp": 4}, "p2p", marks=pytest.mark.full),
+    ],
+)
+def test_a_paged_cache_gives_the_bits_of_the_contiguous_one(model, sizes, kind, monkeypatch):
+    """Of texts of different lengths, in blocks of 2 tokens, also past the window, where the cache begins again."""
+    paged = example()
+    monkeypatch.setattr(paged, "BLOCK", 2)
+    config = MODELS[model]
+    for length in (SEQ, 6):
+        scores = [
+            run_ranks(
+                sizes,
+                partial(forced, config=config, length=length, kind=kind, cache=cache),
+                ranks_per_kv_head=config.ranks_per_kv_head(sizes.get("tp", 1)),
+            )
+            for cache in ("contiguous", "paged")
+        ]
+        compared = 0
+        for contiguous, own in zip(*scores, strict=True):
+            for text, other in zip(contiguous, own, strict=True):
+                for a, b in zip(text, other, strict=True):
+                    assert torch.equal(a, b)
+                    compared += 1
+        assert compared
+
+
+def test_a_text_takes_blocks_as_it_grows():
+    paged = example()
+    cache = paged.PagedCache([0, 30], capacity=64)
+    cache.append(0, (torch.ones(32, 2, 3), torch.ones(32, 2, 3)))
+    assert [len(own) for own in cache.blocks] == [2, 1] and cache.used == 3
+    cache.advance(32)
+    cache.append(0, (torch.full((1, 2, 3), 2.0), torch.ones(1, 2, 3)))
+    assert [len(own) for own in cache.blocks] == [3, 1]
+    keys, _ = cache.entries(0, 33)
+    assert keys[:32, 0].eq(1).all() and keys[32].eq(2).all() and keys[:30, 1].eq(0).all()
+
+
+class Latents(AttentionCache):
+    """One tensor for each layer, [columns, b, width], as a latent attention keeps."""
+
+    def __init__(self, starts, capacity, device="cpu"):
+        super().__init__(starts, capacity, device)
+        self.kept: dict[int, Tensor] = {}
+
+    def append(self, layer: int, entries: Entries) -> None:
+        (new,) = entries
+        self.kept[layer] = torch.cat((self.kept[layer], new)) if layer in self.kept else new
+
+    def entries(self, layer: int, stop: int) -> Entries:
+        return (self.kept[layer][:stop],)
+
+
+class FromLatents:
+    """Keys and values out of a latent, at the attention."""
+
+    def __init__(self, attention: LayerAttention, unpack):
+        self.attention, self.unpack, self.mask, self.window_left = attention, unpack, None, None
+
+    def over_whole_sequence(self) -> "FromLatents":
+        return FromLatents(self.attention.over_whole_sequence(), self.unpack)
+
+    def compute(self, q: Tensor, latent: Tensor) -> Tensor:
+        return self.attention.compute(q, *self.unpack(latent))
+
+
+class OnLatents:
+    """What a layer of such an attention does, with keys and values side by side as its latent."""
+
+    def __init__(self, inner: AttentionCache):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def attend(self, layer: int, q: Tensor, entries: Entries, attention: LayerAttention) -> Tensor:
+        k, v = entries
+        latent = torch.cat((k.flatten(2), v.flatten(2)), dim=-1)
+        unpack = lambda x: tuple(part.unflatten(-1, k.shape[2:]) for part in x.chunk(2, dim=-1))  # noqa: E731
+        return self.inner.attend(layer, q, (latent,), FromLatents(attention, unpack))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"cp": 2}], ids=str)
+def test_entries_may_be_other_than_keys_and_values(sizes, monkeypatch):
+    config = MODELS["llama"]
+    expected = run_ranks(sizes, partial(forced, config=config, length=SEQ))
+    CACHES["latents"] = Latents
+    attend = ParallelAttention.attend
+    monkeypatch.setattr(
+        ParallelAttention,
+        "attend",
+        lambda self, heads, mask=None, cache=None: attend(self, heads, mask, cache and OnLatents(cache)),
+    )
+    for own, wanted in zip(run_ranks(sizes, partial(forced, config=config, length=SEQ, cache="latents")), expected):
+        assert all(torch.equal(a, b) for text, other in zip(own, wanted) for a, b in zip(text, other))
+
+
+def test_a_cache_that_is_not_there_is_refused_with_those_that_are():
+    model = build(single_rank_mesh(), LLAMA, sp=False)[0].module
+    options = {"max_new_tokens": 1, "max_length": SEQ, "stop_id": None, "choose": [lambda x: 0]}
+    with pytest.raises(ValueError, match="no cache 'pagd'; CACHES has contiguous"):
+        generate_batch(model, [[1]], cache="pagd", **options)
+    with pytest.raises(TypeError, match="starts, capacity, device"):
+        CACHES["bad"] = lambda capacity: KeyValueCache([0], capacity)
