@@ -14,7 +14,7 @@ interpreter would pass it on at every operator, which costs more than the operat
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import torch
@@ -102,7 +102,7 @@ class _Meeting:
         self.taken[call] += 1
         if self.taken[call] == self.size:
             del self.deposits[call], self.taken[call]
-        if op != "broadcast" and len({(name, x.shape, x.dtype) for name, x in got}) != 1:
+        if op not in ("broadcast", "all_to_all_v") and len({(name, x.shape, x.dtype) for name, x in got}) != 1:
             raise AssertionError(f"ranks disagree on the call: {[(n, tuple(x.shape), x.dtype) for n, x in got]}")
         return [x for _, x in got]
 
@@ -175,6 +175,20 @@ class ThreadGroup:
 
     def all_to_all(self, out: Tensor, x: Tensor) -> _Later:
         return self._collective("all_to_all", out, x, lambda xs: torch.cat([y.chunk(len(xs))[self.rank] for y in xs]))
+
+    def all_to_all_v(self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> _Later:
+        all_sent = torch.empty(
+            len(sent) * self.meeting.size, dtype=torch.int64
+        )  # each rank must know where its rows begin
+        self._collective("numbers of rows", all_sent, torch.tensor(sent), torch.cat).wait()
+        table = all_sent.view(-1, len(sent)).tolist()
+
+        def combine(xs: list[Tensor]) -> Tensor:
+            parts = [y.split(of_source)[self.rank] for y, of_source in zip(xs, table, strict=True)]
+            assert [len(part) for part in parts] == list(received), f"{[len(p) for p in parts]} come, not {received}"
+            return torch.cat(parts)
+
+        return self._collective("all_to_all_v", out, x, combine)
 
     def broadcast(self, x: Tensor, source: int) -> _Later:
         return self._collective("broadcast", x, x, lambda xs: xs[source])

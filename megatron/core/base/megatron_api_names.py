@@ -223,7 +223,7 @@ NOT_BUILT: Mapping[str, str] = {
     ),
     "megatron.core.tensor_parallel": (
         "CheckpointWithoutOutput InferenceLayerNormColumnParallelLinear InferenceRowParallelLinear "
-        "all_gather_last_dim_from_tensor_parallel_region all_to_all all_to_all_hp2sp all_to_all_sp2hp "
+        "all_gather_last_dim_from_tensor_parallel_region all_to_all_hp2sp all_to_all_sp2hp "
         "convert_cuda_rng_state copy_tensor_model_parallel_attributes get_data_parallel_rng_tracker_name "
         "get_expert_parallel_rng_tracker_name is_graph_safe_cuda_rng_tracker "
         "linear_with_grad_accumulation_and_async_allreduce param_is_not_tensor_parallel_duplicate "
@@ -239,7 +239,7 @@ NOT_BUILT: Mapping[str, str] = {
         "set_tensor_model_parallel_attributes"
     ),
     "megatron.core.tensor_parallel.mappings": (
-        "dist_all_gather_func dist_reduce_scatter_func all_gather_last_dim_from_tensor_parallel_region all_to_all "
+        "dist_all_gather_func dist_reduce_scatter_func all_gather_last_dim_from_tensor_parallel_region "
         "all_to_all_hp2sp all_to_all_sp2hp "
         "reduce_scatter_last_dim_to_tensor_parallel_region"
     ),

@@ -35,6 +35,7 @@ PHASES = (
 )
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
 OPS += ("reduce", "gather", "scatter", "barrier")  # collectives of scripts: deepspeed.comm
+OPS += ("all_to_all_v",)
 
 # The file is an array of 64-bit words: a header of 64 words, then slots of 16 words, one for each (axis, group, peer).
 #

@@ -15,6 +15,7 @@ What each collective does on an axis of two ranks (| separates the ranks, n is t
     all_gather        a | b                ->    [a b] | [a b]                [n, ...] -> [2 n, ...]
     reduce_scatter    [a0 a1] | [b0 b1]    ->    a0+b0 | a1+b1                [n, ...] -> [n / 2, ...]
     all_to_all        [a0 a1] | [b0 b1]    ->    [a0 b0] | [a1 b1]            [n, ...] -> [n, ...]
+    all_to_all_v      the same with parts of any lengths                      [n, ...] -> [received, ...]
     broadcast         a | b                ->    a | a                        in place, from position 0
     shift             a | b                ->    b | a                        to the next rank, the last to the first
 """
@@ -24,7 +25,7 @@ import hashlib
 import itertools
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -45,7 +46,7 @@ class Call(NamedTuple):
 
     op: str
     axis: str
-    bytes: int  # of the local input tensor
+    bytes: int  # of the local input tensor; of all_to_all_v without the part that stays on this rank
     ranks: int  # on the axis
 
 
@@ -91,6 +92,7 @@ def bytes_sent(call: Call) -> float:
         "all_gather": (n - 1) * size,  # the input is one shard
         "reduce_scatter": share * size,  # the input is the full tensor
         "all_to_all": share * size,
+        "all_to_all_v": size,
         "broadcast": share * size,
         "send": size,
         "recv": 0,
@@ -121,6 +123,10 @@ class Communicator(Protocol):
 
     def all_to_all(self, out: Tensor, x: Tensor) -> AsyncHandle[Any]:
         """Send part i of x [n, ...] to rank i; out [n, ...] has the received parts in rank order."""
+        ...
+
+    def all_to_all_v(self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> AsyncHandle[Any]:
+        """The same with sent[i] rows for rank i and received[i] rows of it; x and out: as many rows, contiguous."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
@@ -229,6 +235,11 @@ class TorchGroup:
         """x: [n, ...] -> out: [n, ...]; size must divide n"""
         return self._start(dist.all_to_all_single, out, x, async_op=True)
 
+    def all_to_all_v(self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> AsyncHandle[Any]:
+        """x: [sum of sent, ...] -> out: [sum of received, ...]"""
+        splits = {"output_split_sizes": list(received), "input_split_sizes": list(sent)}
+        return self._start(dist.all_to_all_single, out, x, async_op=True, **splits)
+
     def broadcast(self, x: Tensor, source: int) -> AsyncHandle[Any]:
         """x: any shape, in place"""
         return self._start(dist.broadcast, x, group_src=source, async_op=True)
@@ -328,12 +339,21 @@ class StoreGroup:
 
 
 def _issue(
-    op: str, axis: Axis, x: Tensor, start: Callable[[], AsyncHandle[Any]], result: Tensor | None = None, peer: int = -1
+    op: str,
+    axis: Axis,
+    x: Tensor,
+    start: Callable[[], AsyncHandle[Any]],
+    result: Tensor | None = None,
+    peer: int = -1,
+    num_bytes: int | None = None,
 ) -> AsyncHandle[Tensor]:
-    """Record the call and start it. result: the output tensor; default: `x`. peer: the other rank of a transfer."""
+    """Record the call and start it. result: the output tensor; default: `x`. peer: the other rank of a transfer.
+
+    num_bytes: of the call; default: of `x`.
+    """
     # record the call: in the ledger, in this rank's status page, and for the ledger's listener
     ledger = axis.ledger
-    call = Call(op, axis.name, x.nbytes, axis.size)
+    call = Call(op, axis.name, x.nbytes if num_bytes is None else num_bytes, axis.size)
     ledger.note(call)
     slot = rank_status.issue(op, axis.name, axis.ranks, call.bytes, peer)
     result = x if result is None else result
@@ -483,6 +503,41 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     return _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out).wait()
+
+
+def start_all_to_all_v(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> AsyncHandle[Tensor]:
+    """Start to send sent[i] rows of `x` to the rank at position i, and to receive received[i] rows of it.
+
+    x: [sum of sent, ...], the rows for each rank in rank order. The result is [sum of received, ...], in rank order. Every
+    rank of the axis must call; the number that one rank sends another must be the number that the other receives.
+    Raises ValueError if the numbers are not one for each rank, or not the rows of x.
+    """
+    if len(sent) != axis.size or len(received) != axis.size or sum(sent) != x.shape[0]:
+        raise ValueError(
+            f"all_to_all_v over the {axis.size} ranks of axis {axis.name}: sends {list(sent)} of {x.shape[0]} rows, "
+            f"receives {list(received)}; each must have one number of rows for each rank, and `sent` those of x in all"
+        )
+    if axis.size == 1:
+        return done(x)
+    x = x.contiguous()
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    row_bytes = x[:1].nbytes if x.shape[0] else 0
+    return _issue(
+        "all_to_all_v",
+        axis,
+        x,
+        lambda: axis.group.all_to_all_v(out, x, received, sent),
+        out,
+        num_bytes=(x.shape[0] - sent[axis.rank]) * row_bytes,
+    )
+
+
+def all_to_all_v(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Exchange rows with every rank, as `start_all_to_all_v`: [sum of sent, ...] -> [sum of received, ...].
+
+    Every rank of the axis must call.
+    """
+    return start_all_to_all_v(x, axis, sent, received).wait()
 
 
 def local_slice(size: int, axis: Axis) -> slice:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.tensor_parallel.linear_layers import TensorParallel as TensorParallel
     from megatron.core.tensor_parallel.mappings import (
+        all_to_all as all_to_all,
         copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region as gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
@@ -50,7 +51,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".random": "CudaRNGStatesTracker checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed",
-        ".mappings": "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
+        ".mappings": "all_to_all copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
         "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
         "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region scatter_to_tensor_model_parallel_region",
         ".layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",

@@ -10,12 +10,15 @@ gather_sequence             all-gather, dim 0          reduce-scatter, dim 0  [s
 gather_replicated_sequence  all-gather, dim 0          my part, dim 0         [s/t, ..] -> [s, ..]
 reduce_scatter_sequence     reduce-scatter, dim 0      all-gather, dim 0      [s, ..] -> [s/t, ..]
 
+all_to_all_v                rows to each rank          rows back to each rank [sent, ..] -> [received, ..]
+
 `copy` and `reduce` are "f" and "g" of Megatron's paper (arXiv:1909.08053). `gather_sequence` is for gradients that are
 partial sums on each rank, `gather_replicated_sequence` for gradients that are equal on all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +55,30 @@ class AutogradCollective:
     def __call__(self, x: Tensor, axis: Axis) -> Tensor:
         """Return the collective's result: x [n, ..] -> a shape of the table. Every rank of the axis must call."""
         return x if axis.size == 1 else self.function.apply(x, axis)
+
+
+class _AllToAllV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """x: [sum of sent, ..] -> [sum of received, ..]"""
+        ctx.axis = axis
+        ctx.splits = sent, received
+        return collectives.all_to_all_v(x, axis, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [sum of received, ..] -> [sum of sent, ..]. Saved: the numbers of rows; the exchange is linear."""
+        sent, received = ctx.splits
+        return collectives.all_to_all_v(grad.contiguous(), ctx.axis, received, sent), None, None, None
+
+
+def all_to_all_v(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send sent[i] rows of x to the rank at position i, and receive received[i] rows of it.
+
+    x: [sum of sent, ..] -> [sum of received, ..], both in rank order. Every rank of the axis must call, forward and
+    backward; the backward sends the gradients of the rows back. Raises ValueError if the numbers do not fit x.
+    """
+    return _AllToAllV.apply(x, axis, sent, received)
 
 
 # ---------------------------------------------------------------- directions

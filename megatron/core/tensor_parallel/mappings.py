@@ -4,7 +4,7 @@ Every tensor-parallel rank must call. Shapes: [s, b, h] with h split for `tensor
 dimension, s split for `sequence_parallel` regions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +67,24 @@ def _gather_of(tensor_parallel_output_grad: bool) -> AutogradCollective:
     if tensor_parallel_output_grad:
         return autograd_collectives.gather_sequence
     return autograd_collectives.gather_replicated_sequence
+
+
+def all_to_all(
+    group: Any,
+    input_: Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Send rows of input_ [sum of input_split_sizes, ..] to each rank of the tensor-parallel group: [received, ..].
+
+    Without sizes every rank gets an equal part. Every rank must call; the backward sends gradients back. group: None or
+    the tensor-parallel group. Raises ValueError if the sizes do not fit.
+    """
+    axis = axis_of(group)
+    equal = [input_.shape[0] // axis.size] * axis.size
+    return autograd_collectives.all_to_all_v(
+        input_, axis, list(input_split_sizes or equal), list(output_split_sizes_ or equal)
+    )
 
 
 # ---------------------------------------------------------------- autograd functions of Megatron, which forks call

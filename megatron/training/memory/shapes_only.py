@@ -10,7 +10,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -261,6 +261,13 @@ class FakeGroup:
     def all_to_all(self, out: Tensor, x: Tensor) -> DoneWork:
         """Copy x [..] to out [..]."""
         out.copy_(x)
+        return DoneWork()
+
+    def all_to_all_v(self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> DoneWork:
+        """Copy as many rows of x [sent rows, ..] as out [received rows, ..] takes; the others seem to send zeros."""
+        out.zero_()
+        rows = min(len(x), len(out))
+        out[:rows].copy_(x[:rows])
         return DoneWork()
 
     def broadcast(self, x: Tensor, source: int) -> DoneWork:

@@ -34,8 +34,15 @@ SENT = "sends"
 RECEIVED = "receives"
 COMPUTED = "computes"
 # Operations of the ledger whose input, and whose output, is recorded.
-_SENDING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")  # whose input is a result of this rank
-_RECEIVING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "recv")
+_SENDING = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_v",
+    "send",
+)  # whose input is a result of this rank
+_RECEIVING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "recv")
 
 
 class CommHashTrace:
