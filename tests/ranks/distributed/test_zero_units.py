@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.contiguous_buffers import ReleasableBuffer
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.released_tensors import ReleasedParameter
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
@@ -143,6 +144,86 @@ def test_a_layer_applied_twice_is_summed_once_a_backward():
 
     first, both = (run_ranks({"dp": 2}, partial(sums, steps=steps))[0] for steps in (1, 2))
     assert both - first == 2 * 2  # two units, two microbatches
+
+
+class WithContext(Ours):
+    """A layer that reads a context besides, and returns it unchanged, as Megatron's does."""
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + context, context
+
+
+class InPlace(Ours):
+    """A layer that returns the tensor that it was given, changed."""
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return x.add_(super().forward(context)), context
+
+
+class Skipped(Ours):
+    """A layer with parameters that returns its inputs alone."""
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return x, context
+
+
+class Stack(nn.Module):
+    """A layer that makes the context, and four that read it. by_name: they are given it by keyword."""
+
+    def __init__(self, make_layer: type[Ours], by_name: bool):
+        super().__init__()
+        self.by_name, self.encoder = by_name, Ours(0)
+        self.layers = nn.ModuleList([make_layer(seed) for seed in range(1, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.encoder(x)
+        x = 2 * context
+        for layer in self.layers:
+            x, context = layer(x, context=context) if self.by_name else layer(x, context)
+        return x + context
+
+
+def of_stack(mesh: Mesh, make_layer: type[Ours], by_name: bool) -> tuple[list[int], int, dict[str, tuple]]:
+    """All-gathers of parameters in a forward and in its backward, buckets resident after it, and the gradients."""
+    chunk = DistributedDataParallel(Stack(make_layer, by_name), mesh, DataParallelConfig(zero_stage=3))
+    x = torch.full((3, WIDTH), 0.1 * (1 + mesh["dp"].rank), dtype=torch.float64)
+    chunk.zero_grad_buffer(1)
+    gathers = []
+    with mesh.ledger.record() as calls:
+        chunk.begin_microbatch(0, backward=False)
+        loss = chunk(x).square().sum()
+        gathers.append(Counter(call.op for call in calls)["all_gather"])
+        chunk.begin_microbatch(0, backward=True)
+        loss.backward()
+        gathers.append(Counter(call.op for call in calls)["all_gather"] - gathers[0])
+    resident = sum(not isinstance(p, ReleasedParameter) for p in chunk.parameters())
+    chunk.start_grad_reduce()
+    chunk.finish_grad_reduce()
+    grads = {
+        slot.name: (buffer.owned_range(slot), buffer.sums.values(slot).clone())
+        for buffer in chunk.buffers
+        for slot in buffer.plan.param_ranges
+    }
+    return gathers, resident, grads
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("make_layer", [WithContext, InPlace])
+def test_a_context_that_a_layer_returns_costs_no_all_gather(make_layer: type[Ours], by_name: bool):
+    """Each of the five units is gathered once in a forward and once in a backward, and none is resident after it."""
+    plain = Stack(make_layer, by_name)
+    for rank in range(2):
+        plain(torch.full((3, WIDTH), 0.1 * (1 + rank), dtype=torch.float64)).square().sum().backward()
+    expected = {name: p.grad.flatten() for name, p in plain.named_parameters()}
+    for gathers, resident, grads in run_ranks({"dp": 2}, lambda mesh: of_stack(mesh, make_layer, by_name)):
+        assert (gathers, resident) == ([5, 5], 0)
+        for name, ((start, stop), values) in grads.items():
+            torch.testing.assert_close(values, expected[name][start:stop], rtol=1e-12, atol=1e-13)
+
+
+def test_a_layer_that_returns_its_inputs_alone_says_so():
+    with pytest.raises(RuntimeError, match=r"(?s)layers\.0 \(Skipped\).*ZeRO stage 3.*--zero-stage 2"):
+        run_ranks({"dp": 2}, lambda mesh: of_stack(mesh, Skipped, False))
 
 
 @pytest.mark.parametrize(
