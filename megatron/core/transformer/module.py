@@ -42,6 +42,12 @@ def context_of(model_config: ModelConfig, config: Any) -> LayerContext:
     )
 
 
+def of_process(config: Any, layer_context: LayerContext | None) -> tuple[ModelConfig, LayerContext]:
+    """Return our ModelConfig for a config, and the `layer_context`, or the process's where none is given."""
+    settings = config if isinstance(config, ModelConfig) else settings_of(config)
+    return settings, context_of(settings, config) if layer_context is None else layer_context
+
+
 class MegatronModule(nn.Module):
     """The base of Megatron's modules: a module with a config."""
 

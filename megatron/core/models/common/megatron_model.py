@@ -10,7 +10,6 @@ from torch import nn
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.initialize_distributed import join_alone
 from megatron.core.transformer.module import MegatronModule, context_of, settings_of
-from megatron.core.transformer.transformer_block import make_layer_from_spec
 from megatron.core.transformer.transformer_layer import layers_of_stage
 
 
@@ -66,7 +65,7 @@ class MegatronCoreModel(MegatronModule):
 
     def _layers(self, spec: Any, config: Any) -> dict[str, Any]:
         """Return the arguments of our stage that describe its layers."""
-        return {"layers": layers_of_stage(config), "make_layer": make_layer_from_spec(spec, config)}
+        return {"layers": layers_of_stage(config), "spec": spec, "layer_config": config}
 
     @property
     def decoder(self) -> nn.Module:
