@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.initialize_distributed import join_alone
-from megatron.core.transformer.module import MegatronModule, context_of, settings_of
+from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.transformer_layer import layers_of_stage
 
 
@@ -48,12 +48,12 @@ class MegatronCoreModel(MegatronModule):
         if run is not None and vocab_size == run.args.padded_vocab_size:
             vocab_size = run.vocab_size
             multiple = run.config.transformer.make_vocab_size_divisible_by
-        model_config = settings_of(config, make_vocab_size_divisible_by=multiple, **options)
+        model_config, layer_context = of_process(config, make_vocab_size_divisible_by=multiple, **options)
         super(MegatronModule, self).__init__(  # our stage, which comes after MegatronModule among the bases
             model_config,
             vocab_size=vocab_size,
             positions=max_sequence_length,
-            context=context_of(model_config, config),
+            context=layer_context,
             **self._layers(spec, config),
             pre_process=pre_process,
             post_process=post_process,
