@@ -22,6 +22,11 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_autograd import linear
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer, submodules_of
 
 WIDTH = 8
 
@@ -388,3 +393,26 @@ def test_frozen_unused_and_empty_parameters_are_no_special_case(stage: int):
             torch.testing.assert_close(
                 values.flatten(), expected[name].detach().flatten()[start:stop], rtol=1e-12, atol=1e-14
             )
+
+
+def test_a_decoder_of_ours_is_gathered_once_in_a_backward():
+    """Its layers hand on the encoder's output: three of them, and the final norm."""
+
+    def work(mesh: Mesh) -> None:
+        config = ModelConfig(num_layers=3, hidden_size=WIDTH, num_attention_heads=2, fp64=True)
+        spec = ModuleSpec(TransformerLayer, submodules=submodules_of(config, cross_attention=True))
+        context = LayerContext.from_mesh(mesh, torch.float64)
+        block = TransformerBlock(config, spec, layers=range(3), layer_context=context)
+        chunk = DistributedDataParallel(block, mesh, DataParallelConfig(zero_stage=3))
+        x, memory = torch.randn(2, 5, 1, WIDTH, dtype=torch.float64).requires_grad_().unbind()
+        chunk.zero_grad_buffer(1)
+        with mesh.ledger.record() as calls:
+            chunk.begin_microbatch(0, backward=False)
+            loss = chunk(x, None, memory).sum()
+            assert Counter(call.op for call in calls)["all_gather"] == 4
+            chunk.begin_microbatch(0, backward=True)
+            loss.backward()
+            assert Counter(call.op for call in calls)["all_gather"] == 4 + 4
+        assert all(isinstance(p, ReleasedParameter) for p in chunk.parameters())
+
+    run_ranks({"dp": 2}, work)

@@ -8,22 +8,25 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from tiny_bert import CONFIGS as BERTS
-from tiny_run import GPT2
+from tiny_run import GPT, GPT2, SEQ, Layout, assert_equal, run
 from tiny_t5 import PLAIN as T5
 from torch import Tensor, nn
 
+from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel import global_state
+from megatron.core.sharding.placement import Constant
 from megatron.core.transformer import module, transformer_layer
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.numbered_layers import NumberedLayers
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
@@ -304,3 +307,44 @@ def test_what_a_layer_was_given_is_not_its_output():
     layer.register_forward_hook(check, with_kwargs=True)
     hidden_states, _ = layer(X, context=MEMORY)
     assert [(what, x is hidden_states) for what, x in found] == [("the output of layers.0", True)]
+
+
+# ---------------------------------------------------------------- in training
+
+
+class Gained(nn.Module):
+    """An MLP of a script's own: the usual one, times a gain for each feature."""
+
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
+        super().__init__()
+        self.mlp = ParallelMLP(config, layer, context)
+        self.gain = context.tp.replicated((config.hidden_size,), Constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.gain
+
+
+def by_spec(config: ModelConfig, **parts) -> GPTModel:
+    own = submodules_of(config)
+    own.mlp = ContextSpec(Gained)
+    return GPTModel(config, positions=SEQ, spec=ModuleSpec(TransformerLayer, submodules=own), **parts)
+
+
+def by_make_layer(config: ModelConfig, **parts) -> GPTModel:
+    return GPTModel(config, positions=SEQ, make_layer=partial(ParallelTransformerLayer, make_mlp=Gained), **parts)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, pp=2, sp=True, m=2, recompute="all parts"),
+        Layout(dp=2, pp=2, m=2, schedule="zb-h1", data_parallel=DataParallelConfig(zero_stage=3)),
+        pytest.param(Layout(cp=2, dp=2, m=1, recompute="uniform 1"), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_model_with_a_part_in_its_spec_trains_as_in_one_process(layout: Layout):
+    """And as the same part does by the classic name."""
+    config = replace(GPT2, norm_placement="sandwich")
+    expected = run(config, Layout(), subject=replace(GPT, make=by_make_layer))
+    assert_equal(run(config, layout, subject=replace(GPT, make=by_spec)), expected, 1e-10)
