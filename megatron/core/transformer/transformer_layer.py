@@ -62,25 +62,31 @@ class TransformerLayerSubmodules:
     post_mlp_layernorm: Any = IdentityOp
 
 
+# Our parts. They are the same objects in all layers, so that two specs of ours are equal.
+_NORM = ContextSpec(lambda config, layer, context: make_norm(config, context))
+_SELF_ATTENTION = ContextSpec(ParallelAttention)
+_MLP = ContextSpec(ParallelMLP)
+# numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention
+_CROSS_ATTENTION = ContextSpec(
+    lambda config, layer, context: ParallelCrossAttention(config, config.all_layers + layer, context)
+)
+
+
 def submodules_of(config: ModelConfig, *, cross_attention: bool = False) -> TransformerLayerSubmodules:
     """Return our parts of a layer, with the norms where `--norm-placement` has them.
 
     cross_attention: the layer also attends to another sequence, after a norm, as a decoder's does.
     """
-    norm = ContextSpec(lambda config, layer, context: make_norm(config, context))
     parts = TransformerLayerSubmodules(
-        self_attention=ContextSpec(ParallelAttention),
+        self_attention=_SELF_ATTENTION,
         self_attn_bda=get_bias_dropout_add,
-        mlp=ContextSpec(ParallelMLP),
+        mlp=_MLP,
         mlp_bda=get_bias_dropout_add,
-        **dict.fromkeys(config.layer_norms, norm),
+        **dict.fromkeys(config.layer_norms, _NORM),
     )
     if cross_attention:
-        # numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention
-        parts.cross_attention = ContextSpec(
-            lambda config, layer, context: ParallelCrossAttention(config, config.all_layers + layer, context)
-        )
-        parts.pre_cross_attn_layernorm = norm
+        parts.cross_attention = _CROSS_ATTENTION
+        parts.pre_cross_attn_layernorm = _NORM
         parts.cross_attn_bda = get_bias_dropout_add
     return parts
 
