@@ -24,11 +24,11 @@ class NumberedLayers(nn.ModuleList):
     def __getitem__(self, place: int | slice | str) -> nn.Module:  # type: ignore[override]
         if isinstance(place, slice):
             return NumberedLayers({int(name): layer for name, layer in list(self.items())[place]})
-        return self._modules[place if isinstance(place, str) else self._get_abs_string_index(place)]
+        return self._modules[self._get_abs_string_index(place)]
 
-    def _get_abs_string_index(self, idx: int) -> str:
-        """Return the name of the layer at this place. torch's list asks it for reading and for replacing a layer."""
-        return list(self._modules)[index(idx)]
+    def _get_abs_string_index(self, idx: int | str) -> str:
+        """Return the name of the layer at this place; a name itself. torch's list asks it to replace a layer."""
+        return idx if isinstance(idx, str) else list(self._modules)[index(idx)]
 
     def keys(self) -> KeysView[str]:
         """Return the layers' names, which are their numbers in the whole model."""

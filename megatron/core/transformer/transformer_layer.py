@@ -24,6 +24,7 @@ from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel.layer_split import split_layers
+from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
 from megatron.core.transformer.compiled_layer import WholeLayerPrograms
@@ -109,13 +110,12 @@ class TransformerLayer(MegatronModule):
 
     Every rank of tp must call. A forward costs two all-reduces of [s, b, h] over tp, three with cross-attention; under
     sequence parallelism each is an all-gather and a reduce-scatter. Raises NotImplementedError for inference_params and
-    packed_seq_params, and for a cache if the attention is a script's own.
+    packed_seq_params, and for a cache if the attention is a script's own. Building it raises ValueError for cross-attention
+    in a layer of parallel residuals.
     Megatron's file: megatron/core/transformer/transformer_layer.py.
     """
 
-    gives_hidden_states = (
-        True  # for --inspect: the first result is [s, b, h], or [s/t, b, h] under sequence parallelism
-    )
+    gives_hidden_states = True  # for --inspect: the first result is [s, b, h] ([s/t, b, h])
 
     @accepts_defaults_only("hidden_dropout", pg_collection=None, vp_stage=None)
     def __init__(
@@ -157,6 +157,11 @@ class TransformerLayer(MegatronModule):
         self.mlp_dropout = place.hidden_dropout(self.hidden_dropout, "after mlp", layer)
         self.cross_attention: Any = None
         if is_custom_part(parts.cross_attention):
+            if settings.norm_placement.startswith("parallel"):
+                raise ValueError(
+                    f"--norm-placement {settings.norm_placement} has no place for cross-attention, which reads the result "
+                    f"of self-attention; set norm_placement to one of {[p for p in NORM_PLACEMENTS if 'parallel' not in p]}"
+                )
             self.pre_cross_attn_layernorm = norm(parts.pre_cross_attn_layernorm)
             self.cross_attention = attention(parts.cross_attention)
             self.cross_attn_bda = build_module(parts.cross_attn_bda)

@@ -113,6 +113,14 @@ def test_a_spec_may_have_norms_behind_its_blocks():
     run_ranks({}, work)
 
 
+def test_cross_attention_has_no_place_in_parallel_residuals():
+    config = replace(CONFIG, norm_placement="parallel")
+    with pytest.raises(
+        ValueError, match=r"--norm-placement parallel has no place .*'pre', 'branch', 'sandwich', 'post'"
+    ):
+        TransformerLayer(config, submodules_of(config, cross_attention=True), layer_context=place())
+
+
 def test_a_part_may_be_built_as_ours_are():
     """From (config, layer, context), in the place of one of Megatron's."""
 
@@ -214,7 +222,8 @@ def test_layers_are_named_by_number_and_indexed_by_place():
     assert list(layers.keys()) == [name for name, _ in layers.items()] == ["4", "5", "6"]
     assert list(layers[1:].keys()) == ["5", "6"] and widths(layers[1:]) == [5, 6]
     layers[1] = nn.Linear(9, 1)
-    assert widths(layers) == [4, 9, 6] and list(layers.keys()) == ["4", "5", "6"]
+    layers["6"] = nn.Linear(2, 1)
+    assert widths(layers) == [4, 9, 2] and list(layers.keys()) == ["4", "5", "6"]
     with pytest.raises(IndexError):
         layers[3]
     with pytest.raises(KeyError):
