@@ -9,8 +9,8 @@
     transformer_config, spec_utils, module, ...           Megatron's names
 
 Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of
-`KERNELS` in `core/ops/attention/kernels`. To add a layer, pass it as `make_layer`; to add an attention or an MLP, name it
-in the layer's `TransformerLayerSubmodules`.
+`KERNELS` in `core/ops/attention/kernels`. To add a layer, pass it as `make_layer`; to add an attention or an MLP, name
+it in the layer's `TransformerLayerSubmodules`.
 """
 
 from typing import TYPE_CHECKING

@@ -48,8 +48,8 @@ class WholeLayerPrograms:
     def can_run(self, cache: object) -> bool:
         """Return whether a forward may run the programs.
 
-        They do not call the layer's parts. So a forward with a cache, or with a user's hook on a part, may not; nor that
-        of a layer with cross-attention, which has three blocks.
+        They do not call the layer's parts. So a forward with a cache, or with a user's hook on a part, may not; nor
+        that of a layer with cross-attention, which has three blocks.
         """
         if self.fallback_reason or cache is not None or self.layer.cross_attention is not None or self._custom_part():
             return False

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class NumberedLayers(nn.ModuleList):
-    """A list of layers whose names are their numbers in the whole model, so that parameters have one name in any layout.
+    """A list of layers named by their numbers in the whole model, so that parameters have one name in any layout.
 
         stage with layers 4 to 7     layers[0] is the module "4"     for layer in layers: 4, 5, 6, 7
 

@@ -49,7 +49,8 @@ class TransformerBlock(HoldsActivations, MegatronModule):
 
     config: a `TransformerConfig`, or our `ModelConfig`. spec: a layer's, or `TransformerBlockSubmodules` with one for
     each layer of the stage; default: our own layer. pre_process: forward starts from hidden_states; False: from the
-    tensor of `set_input_tensor`. post_layer_norm, post_process: both: with the final norm. By keyword alone:
+    tensor of `set_input_tensor`. post_layer_norm, post_process: both: with the final norm. vp_stage: index of the stage
+    on this rank; default: the one that is being built. By keyword alone:
 
     - layers: their numbers from 0 over the whole model; default: those of the stage that is being built.
     - layer_context: the place in the layout; default: that of the process, which is asked once, here.
@@ -59,8 +60,8 @@ class TransformerBlock(HoldsActivations, MegatronModule):
       contract of `ParallelTransformerLayer`: forward(x, mask, angles, cache) -> the shape of x.
 
     forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask, context [m, b, h],
-    context_mask [.., s or 1, m], True where masked) -> the shape of hidden_states. attention_mask: a `Mask`; a tensor is
-    bool [b or 1, 1, s, s], True where masked. By keyword alone: inference_context, a key/value cache: hidden_states
+    context_mask [.., s or 1, m], True where masked) -> the shape of hidden_states. attention_mask: a `Mask`; a tensor
+    is bool [b or 1, 1, s, s], True where masked. By keyword alone: inference_context, a key/value cache: hidden_states
     are the tokens after the cached ones, and the cache gives their positions and mask; position_ids [b, s], the
     positions of rotary angles, needed if `layer_context.restarts_positions`.
 
@@ -68,7 +69,7 @@ class TransformerBlock(HoldsActivations, MegatronModule):
     missing position_ids, and for samples that are too long; NotImplementedError for other arguments of Megatron's.
     """
 
-    @accepts_defaults_only("post_process", pg_collection=None, vp_stage=None)
+    @accepts_defaults_only("post_process", pg_collection=None)
     def __init__(
         self,
         config: Any,
@@ -76,6 +77,7 @@ class TransformerBlock(HoldsActivations, MegatronModule):
         post_layer_norm: bool = True,
         pre_process: bool = True,
         post_process: bool = True,
+        vp_stage: int | None = None,
         *,
         layers: Iterable[int] | None = None,
         layer_context: LayerContext | None = None,
@@ -104,7 +106,7 @@ class TransformerBlock(HoldsActivations, MegatronModule):
         self.check_length = place.check_length
 
         # the layers
-        numbers = list(layers_of_stage(config) if layers is None else layers)
+        numbers = list(layers_of_stage(config, vp_stage=vp_stage) if layers is None else layers)
         self.run_layer = _run_megatron_layer if make_layer is None else _run_classic_layer
         built = {}
         for position, number in enumerate(numbers):
@@ -310,7 +312,7 @@ def _run_layers(
     context: Tensor | None,
     context_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run layers one after the other: x [s, b, h] ([s/t, b, h] under sequence parallelism) -> the same shape, context."""
+    """Run layers one after the other: x [s, b, h] ([s/t, b, h] under sequence parallelism) -> its shape, context."""
     for layer in layers:
         x, context = run_layer(layer, x, mask, angles, context, context_mask, cache)
     return x, context
@@ -357,7 +359,7 @@ def _run_classic_layer(
     context_mask: Tensor | None,
     cache: KeyValueCache | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a layer with the contract of `ParallelTransformerLayer`: forward(x, mask, angles, cache) -> the shape of x."""
+    """Run a layer with the contract of `ParallelTransformerLayer`: (x, mask, angles, cache) -> the shape of x."""
     if context is not None or context_mask is not None:
         mask = CrossAttentionState(mask, context, context_mask, cache)
         cache = None

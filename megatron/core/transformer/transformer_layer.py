@@ -99,8 +99,9 @@ class TransformerLayer(MegatronModule):
     keeps the dtype of x, the parts compute in that of their weights: with `--fp32-residual-connection` x is float32.
 
     config: a `TransformerConfig`, or our `ModelConfig`. submodules: default: our parts. layer_number: from 1; over the
-    whole model if `layer_context` is given, else within the stage that is being built. hidden_dropout: default: the
-    config's. layer_context: the place in the layout; default: that of the process, which is asked once, here.
+    whole model if `layer_context` is given, else within the stage. hidden_dropout: default: the config's. vp_stage:
+    index of the stage on this rank; default: the one that is being built. layer_context: the place in the layout;
+    default: that of the process, which is asked once, here.
 
     forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask, context [m, b, h],
     context_mask bool [.., s or 1, m], True where masked, rotary_pos_emb [s, b or 1, 1, width]) -> (hidden states of the
@@ -110,20 +111,21 @@ class TransformerLayer(MegatronModule):
 
     Every rank of tp must call. A forward costs two all-reduces of [s, b, h] over tp, three with cross-attention; under
     sequence parallelism each is an all-gather and a reduce-scatter. Raises NotImplementedError for inference_params and
-    packed_seq_params, and for a cache if the attention is a script's own. Building it raises ValueError for cross-attention
-    in a layer of parallel residuals.
+    packed_seq_params, and for a cache if the attention is a script's own. Building it raises ValueError for
+    cross-attention in a layer of parallel residuals.
     Megatron's file: megatron/core/transformer/transformer_layer.py.
     """
 
     gives_hidden_states = True  # for --inspect: the first result is [s, b, h] ([s/t, b, h])
 
-    @accepts_defaults_only("hidden_dropout", pg_collection=None, vp_stage=None)
+    @accepts_defaults_only("hidden_dropout", pg_collection=None)
     def __init__(
         self,
         config: Any,
         submodules: TransformerLayerSubmodules | None = None,
         layer_number: int = 1,
         hidden_dropout: float | None = None,
+        vp_stage: int | None = None,
         *,
         layer_context: LayerContext | None = None,
     ):
@@ -131,6 +133,7 @@ class TransformerLayer(MegatronModule):
         settings, place = of_process(config, layer_context)
         parts = submodules or submodules_of(settings)
         self.submodules_config = parts
+        self.vp_stage = vp_stage
         self.layer_number = layer_number if layer_context is not None else layer_number + self._get_layer_offset()
         self.hidden_dropout = settings.hidden_dropout if hidden_dropout is None else hidden_dropout
         of_layer = settings, self.layer_number, place
@@ -158,9 +161,10 @@ class TransformerLayer(MegatronModule):
         self.cross_attention: Any = None
         if is_custom_part(parts.cross_attention):
             if settings.norm_placement.startswith("parallel"):
+                allowed = [name for name in NORM_PLACEMENTS if not name.startswith("parallel")]
                 raise ValueError(
-                    f"--norm-placement {settings.norm_placement} has no place for cross-attention, which reads the result "
-                    f"of self-attention; set norm_placement to one of {[p for p in NORM_PLACEMENTS if 'parallel' not in p]}"
+                    f"--norm-placement {settings.norm_placement} has no place for cross-attention, which reads the "
+                    f"result of self-attention; set norm_placement to one of {allowed}"
                 )
             self.pre_cross_attn_layernorm = norm(parts.pre_cross_attn_layernorm)
             self.cross_attention = attention(parts.cross_attention)
@@ -183,7 +187,7 @@ class TransformerLayer(MegatronModule):
 
     def _get_layer_offset(self) -> int:
         """Return the number of layers in earlier stages."""
-        return layers_of_stage(self.config).start
+        return layers_of_stage(self.config, vp_stage=self.vp_stage).start
 
     def forward(
         self,
@@ -378,10 +382,11 @@ def to_rotary_pos_emb(angles: Tensor) -> Tensor:
     return torch.cat((angles, angles), -1).unsqueeze(2)
 
 
-def layers_of_stage(config: Any, num_layers: int | None = None) -> range:
+def layers_of_stage(config: Any, num_layers: int | None = None, vp_stage: int | None = None) -> range:
     """Return the layers of the pipeline stage that is being built, numbered from 0 over the whole model.
 
-    num_layers: of the whole model; default: the config's.
+    num_layers: of the whole model; default: the config's. vp_stage: index of the stage on this rank; default: the one
+    that is being built.
     """
     state = get_global_state()
     stages = state.mesh.stages
@@ -395,7 +400,8 @@ def layers_of_stage(config: Any, num_layers: int | None = None) -> range:
         loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
     )
     stages_of_rank = stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
-    return layers[stages_of_rank[state.virtual_rank or 0]]
+    position = (state.virtual_rank or 0) if vp_stage is None else vp_stage
+    return layers[stages_of_rank[position]]
 
 
 # Megatron's names.

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.dropout import SampleDropoutKeys
 from megatron.core.parallel import global_state
+from megatron.core.parallel.stage_map import loop
 from megatron.core.sharding.placement import Constant
 from megatron.core.transformer import module, transformer_layer
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
@@ -291,6 +292,23 @@ def test_a_scripts_own_layer_refuses_a_cache():
     block = TransformerBlock(CONFIG, ModuleSpec(Counting), layers=range(2), layer_context=place())
     with pytest.raises(NotImplementedError, match="leave out the cache"), torch.no_grad():
         block(X, None, MEMORY, inference_context=place().cache([0] * B, 8, "cpu"))
+
+
+def test_a_script_may_name_the_stage_of_its_rank():
+    """Four stages on two ranks, with two layers each."""
+
+    def work(mesh) -> list[list[int]]:
+        config = TransformerConfig(num_layers=8, hidden_size=H, num_attention_heads=2)
+        numbers = []
+        for vp_stage in (0, 1):
+            block = TransformerBlock(config, get_gpt_layer_local_spec(), vp_stage=vp_stage)
+            alone = TransformerLayer(config, None, 2, vp_stage=vp_stage)
+            numbers.append([layer.layer_number for layer in block.layers])
+            assert alone.layer_number == numbers[-1][1]
+            assert next(iter(block.layers.keys())) == str(numbers[-1][0] - 1)
+        return numbers
+
+    assert run_ranks({"pp": 2}, work, stages=loop(2, 2)) == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
 
 
 def test_a_list_of_specs_is_of_the_stages_layers():
