@@ -177,10 +177,10 @@ class ParamFetcher(ParamGather):
             own_outputs = [x for x in outputs if versions.get(id(x)) != x._version]
             if outputs and not own_outputs:
                 raise RuntimeError(
-                    f"{unit or 'the model'} ({type(submodule).__name__}) has parameters, but returned nothing but tensors "
-                    "that it was given: ZeRO stage 3 gathers a module's parameters for its backward when the gradient "
-                    "of its output arrives, so the output must be a tensor of its own; do not call a layer that is "
-                    "skipped, return x.view_as(x) in place of x, or use --zero-stage 2"
+                    f"{unit or 'the model'} ({type(submodule).__name__}) has parameters, but returned nothing but "
+                    "tensors that it was given: ZeRO stage 3 gathers a module's parameters for its backward when the "
+                    "gradient of its output arrives, so the output must be a tensor of its own; do not call a layer that "
+                    "is skipped, return x.view_as(x) in place of x, or use --zero-stage 2"
                 )
             for x in own_outputs:
                 # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters.

@@ -46,8 +46,8 @@ class EncoderDecoder(nn.Module):
 
     layers: numbers over the whole model, those of the encoder first; parameter names count each stack from 0.
     make_layer(config, i, context), make_decoder_layer: build a layer i, over the whole model, of a script's own; the
-    decoder's takes a `CrossAttentionState` for a mask. With a cache, in generation, `decode_next` runs the decoder alone
-    on further tokens.
+    decoder's takes a `CrossAttentionState` for a mask. With a cache, in generation, `decode_next` runs the decoder
+    alone on further tokens.
     """
 
     def __init__(
