@@ -66,9 +66,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "megatron.core.transformer.enums": {"megatron.core.enums": "ModelType"},
     "megatron.core.transformer.transformer_block": {
         "megatron.core.transformer.enums": "AttnMaskType",
-        "megatron.core.transformer.module": "MegatronModule",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
-        "megatron.core.transformer.transformer_layer": "TransformerLayer",
     },
     "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},

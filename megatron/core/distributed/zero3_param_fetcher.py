@@ -8,12 +8,16 @@ report each use (`grad_count.py`):
     backward    hook on the output's gradient: gather this unit, prefetch the previous
                 last gradient written or deferred: release (`ParamFetcher.bucket_done`)
 
+An output that the unit was given and returns unchanged, as a layer does that returns (hidden states, context), is no
+output of it: the context's gradient is complete only when the backward of the first layer that reads it is over.
+
 In a backward, a unit's parameters stay resident until their gradients are complete or deferred (zero-bubble schedules).
 Recomputation runs a forward inside a backward: its pre-hook gathers, and that backward releases.
 
-Two things follow for modules. A layer with a backward of its own must compute the gradient of its input before it
-reports the last gradient of its parameters: that report releases them (`bucket_done`). A parent must use its children's
-parameters through the children, or pass them to a module (otherwise `released_tensors.py` raises an error).
+Three things follow for modules. A unit must return a tensor of its own: its backward begins with the gradient of that
+tensor. A layer with a backward of its own must compute the gradient of its input before it reports the last gradient of
+its parameters: that report releases them (`bucket_done`). A parent must use its children's parameters through the
+children, or pass them to a module (otherwise `released_tensors.py` raises an error).
 """
 
 from collections import Counter
@@ -81,6 +85,7 @@ class ParamFetcher(ParamGather):
         self._counter = counter
         self._in_backward = False
         self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
+        self._versions: dict[str, dict[int, int]] = {}  # versions of the inputs of each unit's last use, by id
         self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
         self._order: list[str] = []  # units in the order of their first use; a second use prefetches, too
 
@@ -102,8 +107,9 @@ class ParamFetcher(ParamGather):
 
         for unit, own in buckets_of.items():
             submodule = module.get_submodule(unit)
-            submodule.register_forward_pre_hook(partial(self._before_forward, unit, own))
-            submodule.register_forward_hook(partial(self._after_forward, unit))
+            # with keyword arguments: a layer may be given the context by name
+            submodule.register_forward_pre_hook(partial(self._before_forward, unit, own), with_kwargs=True)
+            submodule.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
 
     def begin_step(self) -> None:
         """Release parameters that a failed step left resident."""
@@ -133,10 +139,12 @@ class ParamFetcher(ParamGather):
         for bucket in self._buckets:
             bucket.release_params()
 
-    def _before_forward(self, unit: str, own: list[Bucket], _: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _before_forward(
+        self, unit: str, own: list[Bucket], _: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
+    ) -> None:
         """Gather the unit's own buckets, and those of parameters that it is passed as inputs: a tied embedding."""
         passed = []
-        for x in inputs:
+        for x in (*inputs, *named_inputs.values()):
             slot = slot_of(x)
             if slot is not None:
                 passed.append(slot.bucket)
@@ -145,9 +153,16 @@ class ParamFetcher(ParamGather):
             self._fetch(unit, +1)
         for bucket in self._needs[unit]:
             self._counter.enter(bucket)  # which ignores a recomputation
+        # Numbers, not tensors: a recomputation may stop in the middle of a forward, and would keep them alive.
+        self._versions[unit] = {id(x): x._version for x in _tensors((inputs, named_inputs)) if x.requires_grad}
 
-    def _after_forward(self, unit: str, submodule: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Release the unit's buckets, and set hooks on its output that gather them for its backward."""
+    def _after_forward(
+        self, unit: str, submodule: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any], output: Any
+    ) -> None:
+        """Release the unit's buckets, and set hooks on its output that gather them for its backward.
+
+        Raises RuntimeError if all tensors of the output came in as inputs.
+        """
         shared = [bucket for bucket in self._needs[unit] if bucket in self._shared]
         use = object()
 
@@ -156,12 +171,22 @@ class ParamFetcher(ParamGather):
             self._fetch(unit, -1)
 
         if self._needs[unit]:
-            for x in _tensors(output):
-                if x.requires_grad:
-                    # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters.
-                    x.register_hook(begin_backward)
+            outputs = [x for x in _tensors(output) if x.requires_grad]
+            # an input that was changed in place is the unit's own output
+            versions = self._versions[unit]
+            own_outputs = [x for x in outputs if versions.get(id(x)) != x._version]
+            if outputs and not own_outputs:
+                raise RuntimeError(
+                    f"{unit or 'the model'} ({type(submodule).__name__}) has parameters, but returned nothing but "
+                    "tensors that it was given: ZeRO stage 3 gathers a module's parameters for its backward when the "
+                    "gradient of its output arrives, so the output must be a tensor of its own; do not call a layer that "
+                    "is skipped, return x.view_as(x) in place of x, or use --zero-stage 2"
+                )
+            for x in own_outputs:
+                # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters.
+                x.register_hook(begin_backward)
 
-        sources = [x for x in _tensors(inputs) if x.grad_fn is not None]
+        sources = [x for x in _tensors((inputs, named_inputs)) if x.grad_fn is not None]
         if shared and len(sources) == 1 and not any(submodule.children()):
             # Gradients of a shared parameter are complete only with its last unit's. Released at the end of this unit's
             # backward already, when the gradient of its input is there, it takes no memory while other units compute.

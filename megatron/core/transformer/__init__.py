@@ -1,16 +1,16 @@
 """The layers of models, and their settings.
 
     model_config, *_config                                settings: shape, positions, attention, layer (no torch)
-    transformer_layer, parallel_transformer               one layer; the layers of a pipeline stage
+    transformer_layer, transformer_block                  one layer; the layers of a pipeline stage
+    parallel_transformer, numbered_layers                 the block's classic name; its list of layers
     attention, cross_attention, dot_product_attention,    the parts of a layer
     mlp, norm, qk_norm, rotary_angles
     recompute, compiled_layer, tiled_compute              ways to run a layer with less memory or time
-    transformer_config, transformer_block, spec_utils,    Megatron's names over these
-    module, ...
+    transformer_config, spec_utils, module, ...           Megatron's names
 
 Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of
-`KERNELS` in `core/ops/attention/kernels`. To add a layer, an attention or an MLP: pass it as `make_layer`,
-`make_attention`, `make_mlp`.
+`KERNELS` in `core/ops/attention/kernels`. To add a layer, pass it as `make_layer`; to add an attention or an MLP, name
+it in the layer's `TransformerLayerSubmodules`.
 """
 
 from typing import TYPE_CHECKING

@@ -34,7 +34,7 @@ from megatron.core.transformer.dot_product_attention import CoreAttention, DotPr
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
-from megatron.core.transformer.module import context_of, settings_of
+from megatron.core.transformer.module import of_process
 from megatron.core.transformer.qk_norm import make_qk_norms, qk_norm
 from megatron.core.transformer.recompute import recompute_in_backward
 from megatron.core.transformer.spec_utils import build_module, get_module, is_custom_part
@@ -260,18 +260,20 @@ class SelfAttention(ParallelAttention):
     tp must call. Raises NotImplementedError for inference_params and packed_seq_params.
     """
 
-    @accepts_defaults_only(cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
     def __init__(
         self,
         config: Any,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: Any = AttnMaskType.padding,
+        *,
+        layer_context: LayerContext | None = None,
     ):
         overrides = {}
         if FusedLayerNorm in (submodules.q_layernorm, submodules.k_layernorm):
             overrides["qk_layernorm"] = True
-        model_config = settings_of(config, **overrides)
+        model_config, place = of_process(config, layer_context, **overrides)
 
         def make_custom_core(*_: Any) -> nn.Module:
             return build_module(
@@ -283,7 +285,7 @@ class SelfAttention(ParallelAttention):
             )
 
         core = {"make_core": make_custom_core} if is_custom_part(submodules.core_attention, DotProductAttention) else {}
-        super().__init__(model_config, layer_number - 1, context_of(model_config, config), **core)
+        super().__init__(model_config, layer_number - 1, place, **core)
         self.config = config
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
@@ -364,21 +366,23 @@ class CrossAttention(ParallelCrossAttention):
     parts of a script's own.
     """
 
-    @accepts_defaults_only(cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
     def __init__(
         self,
         config: Any,
         submodules: CrossAttentionSubmodules,
         layer_number: int,
         attn_mask_type: Any = AttnMaskType.padding,
+        *,
+        layer_context: LayerContext | None = None,
     ):
         if [get_module(part) for part in vars(submodules).values()] != CROSS_ATTENTION_PARTS:
             raise NotImplementedError(
                 "CrossAttention: custom submodules are not supported; give CrossAttentionSubmodules with its default "
                 "parts"
             )
-        model_config = settings_of(config)
-        super().__init__(model_config, layer_number - 1, context_of(model_config, config))
+        model_config, place = of_process(config, layer_context)
+        super().__init__(model_config, layer_number - 1, place)
         self.config = config
         self.attn_mask_type = attn_mask_type
         self.layer_number = layer_number

@@ -36,7 +36,7 @@ from megatron.core.transformer.norm import Norm
 
 
 class WholeLayerPrograms:
-    """The two compiled programs of a `ParallelTransformerLayer`, run on its parameters, on one tensor-parallel rank."""
+    """The two compiled programs of a `TransformerLayer`, run on its parameters, on one tensor-parallel rank."""
 
     def __init__(self, layer: nn.Module, config: ModelConfig, tp: TensorParallel):
         self.layer = layer
@@ -48,9 +48,10 @@ class WholeLayerPrograms:
     def can_run(self, cache: object) -> bool:
         """Return whether a forward may run the programs.
 
-        They do not call the layer's parts. So a forward with a cache, or with a user's hook on a part, may not.
+        They do not call the layer's parts. So a forward with a cache, or with a user's hook on a part, may not; nor
+        that of a layer with cross-attention, which has three blocks.
         """
-        if self.fallback_reason or cache is not None or self._custom_part():
+        if self.fallback_reason or cache is not None or self.layer.cross_attention is not None or self._custom_part():
             return False
         hooks = [hook for part in self._parts() for part_hooks in _hooks_of(part) for hook in part_hooks.values()]
         return all(_may_be_left_out(hook) for hook in hooks)

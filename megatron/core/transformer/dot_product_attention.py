@@ -14,7 +14,7 @@ from megatron.core.sharding.placement import Normal, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.module import context_of, settings_of
+from megatron.core.transformer.module import of_process
 
 
 class CoreAttention(nn.Module):
@@ -118,6 +118,8 @@ class DotProductAttention(CoreAttention):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        *,
+        layer_context: LayerContext | None = None,
         **options: Any,
     ):
         del attn_mask_type, attention_type
@@ -128,8 +130,8 @@ class DotProductAttention(CoreAttention):
             )
         options |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
         requested = {name: value for name, value in options.items() if value is not None}
-        model_config = settings_of(config, **requested)
-        super().__init__(model_config, layer_number - 1, context_of(model_config, config))
+        model_config, place = of_process(config, layer_context, **requested)
+        super().__init__(model_config, layer_number - 1, place)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
         return super().forward(query, key, value, attention_mask)

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.module import context_of, settings_of
+from megatron.core.transformer.module import of_process
 from megatron.core.transformer.spec_utils import build_module, is_custom_part
 from megatron.core.transformer.tiled_compute import declare_tiled_use, run_tiled
 
@@ -80,14 +80,22 @@ class MLP(ParallelMLP):
     None). Every rank of tp must call. Building it raises NotImplementedError for is_expert and another input_size.
     """
 
-    @accepts_defaults_only(ffn_hidden_size=None, tp_group=None)
-    def __init__(self, config: Any, submodules: MLPSubmodules, is_expert: bool = False, input_size: int | None = None):
+    @accepts_defaults_only("input_size", ffn_hidden_size=None, tp_group=None)
+    def __init__(
+        self,
+        config: Any,
+        submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        *,
+        layer_context: LayerContext | None = None,
+    ):
         if is_expert or input_size not in (None, config.hidden_size):
             raise NotImplementedError(
                 "MLP: is_expert, and an input_size other than hidden_size, are not supported yet; leave them out"
             )
-        model_config = settings_of(config)
-        super().__init__(model_config, 0, context_of(model_config, config))
+        model_config, place = of_process(config, layer_context)
+        super().__init__(model_config, 0, place)
         self.config = config
         self.linear_fc2.skip_bias_add = True
 

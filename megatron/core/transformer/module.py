@@ -1,5 +1,6 @@
 """Megatron's `MegatronModule` and `Float16Module`, and what its constructors read from the current mesh."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,21 @@ def context_of(model_config: ModelConfig, config: Any) -> LayerContext:
 def mesh_of_process() -> Mesh:
     """Return the mesh of this process, for modules with Megatron's arguments, which carry none."""
     return get_global_state().mesh
+
+
+def of_process(
+    config: Any, layer_context: LayerContext | None = None, **options: Any
+) -> tuple[ModelConfig, LayerContext]:
+    """Return our ModelConfig for a config, and the `layer_context`, or the process's where none is given.
+
+    Only here does a layer, or a part of one, ask the process, when it is built. A `ModelConfig` and a `layer_context`
+    are taken as they are, and nothing is asked. options: further fields of ModelConfig, by name.
+    """
+    if isinstance(config, ModelConfig):
+        settings = replace(config, **options) if options else config
+    else:
+        settings = settings_of(config, **options)
+    return settings, context_of(settings, config) if layer_context is None else layer_context
 
 
 class MegatronModule(nn.Module):

@@ -1,10 +1,13 @@
 """Megatron core's specs: a module and its arguments, as data."""
 
+import inspect
 from dataclasses import dataclass, field
 from importlib import import_module as _import
 from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.model_config import ModelConfig
 
 
 @dataclass
@@ -19,6 +22,16 @@ class ModuleSpec:
     params: dict[str, Any] = field(default_factory=dict)
     submodules: Any = None
     metainfo: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ContextSpec:
+    """A part of a layer that is built as ours are: make(config, layer, context).
+
+    config: our `ModelConfig`. layer: its number, from 0 over the whole model. context: a `LayerContext`.
+    """
+
+    make: MakePart
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
@@ -46,6 +59,26 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         error.add_note(f"while {module.__name__} was built from its spec")
         raise
+
+
+def build_part(
+    spec: Any, settings: ModelConfig, layer_number: int, layer_context: LayerContext, /, **arguments: Any
+) -> Any:
+    """Build a part of a layer: from a `ContextSpec`, or with Megatron's arguments.
+
+    settings, layer_number (from 1, over the whole model), layer_context: those of the layer. arguments: which every
+    class of Megatron's must take in this place; it gets layer_number and layer_context if its signature names them.
+    """
+    if isinstance(spec, ContextSpec):
+        return spec.make(settings, layer_number - 1, layer_context)
+    part = get_module(spec)
+    if isinstance(part, type):
+        named = inspect.signature(part).parameters
+        if "layer_number" in named:
+            arguments["layer_number"] = layer_number
+        if "layer_context" in named:
+            arguments["layer_context"] = layer_context
+    return build_module(spec, **arguments)
 
 
 def is_custom_part(spec: Any, *ours: type) -> bool:

@@ -4,7 +4,8 @@ from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.transformer.module import context_of, settings_of
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.module import of_process
 from megatron.core.transformer.norm import Norm
 
 
@@ -20,10 +21,11 @@ class FusedLayerNorm(Norm):
         persist_layer_norm: bool = True,
         *,
         normalization: str = "LayerNorm",
+        layer_context: LayerContext | None = None,
     ):
         del persist_layer_norm, normalization  # in Megatron's signature
-        model_config = settings_of(config, norm_epsilon=eps)
-        super().__init__(model_config, context_of(model_config, config), hidden_size)
+        model_config, place = of_process(config, layer_context, norm_epsilon=eps)
+        super().__init__(model_config, place, hidden_size)
         self.config = config
 
 

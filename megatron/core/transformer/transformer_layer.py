@@ -1,47 +1,332 @@
-"""One transformer layer: ours, and Megatron's `TransformerLayer` built from a spec."""
+"""One transformer layer: Megatron's `TransformerLayer`, and its classic name, `ParallelTransformerLayer`.
+
+    s, b, h    sequence, batch, hidden; under sequence parallelism a rank has s/t rows
+    m          tokens of the other sequence, to which cross-attention attends
+
+`TransformerLayerSubmodules` names the layer's parts. Without it the parts are ours (`submodules_of`), with the norms
+where `--norm-placement` has them.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.ops.attention.kv_cache import AttentionCache
+from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
+from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel.layer_split import split_layers
+from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
 from megatron.core.transformer.compiled_layer import WholeLayerPrograms
+from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.module import MegatronModule, context_of, settings_of
+from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute import discard_and_recompute, recompute_in_backward
-from megatron.core.transformer.spec_utils import build_module, is_custom_part
+from megatron.core.transformer.spec_utils import ContextSpec, build_module, build_part, is_custom_part
 
 
-class ParallelTransformerLayer(nn.Module):
-    """Compute x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); `--norm-placement` moves the norms.
+@dataclass
+class TransformerLayerSubmodules:
+    """The parts of a `TransformerLayer`: classes, functions, or specs of them (`ModuleSpec`, `ContextSpec`).
 
-    The residual stream keeps the dtype of x, the blocks compute in that of their weights: with
-    `--fp32-residual-connection` x is float32. `layer` counts from 0 over the whole model. `make_attention`
-    and `make_mlp` build the two blocks; a model passes its own:
-    `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`.
-
-    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. mask, angles,
-    cache: see `ParallelAttention`. Every rank of tp must call. A forward costs two all-reduces of [s, b, h] over tp;
-    under sequence parallelism two all-gathers and two reduce-scatters.
+    A part that is left out is an identity, which for a norm means that there is none. A part that holds its own norm,
+    as Transformer Engine's do, has IdentityOp for a norm here.
     """
 
-    gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
+    input_layernorm: Any = IdentityOp
+    self_attention: Any = IdentityOp
+    self_attn_bda: Any = IdentityFuncOp
+    pre_cross_attn_layernorm: Any = IdentityOp
+    cross_attention: Any = IdentityOp
+    cross_attn_bda: Any = IdentityFuncOp
+    pre_mlp_layernorm: Any = IdentityOp
+    mlp: Any = IdentityOp
+    mlp_bda: Any = IdentityFuncOp
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+    # of a block's result, or with `--norm-placement post` of the sum with the residual
+    _: KW_ONLY
+    post_self_attn_layernorm: Any = IdentityOp
+    post_mlp_layernorm: Any = IdentityOp
+
+
+# Our parts. They are the same objects in all layers, so that two specs of ours are equal.
+_NORM = ContextSpec(lambda config, layer, context: make_norm(config, context))
+_SELF_ATTENTION = ContextSpec(ParallelAttention)
+_MLP = ContextSpec(ParallelMLP)
+# numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention
+_CROSS_ATTENTION = ContextSpec(
+    lambda config, layer, context: ParallelCrossAttention(config, config.all_layers + layer, context)
+)
+
+
+def submodules_of(config: ModelConfig, *, cross_attention: bool = False) -> TransformerLayerSubmodules:
+    """Return our parts of a layer, with the norms where `--norm-placement` has them.
+
+    cross_attention: the layer also attends to another sequence, after a norm, as a decoder's does.
+    """
+    parts = TransformerLayerSubmodules(
+        self_attention=_SELF_ATTENTION,
+        self_attn_bda=get_bias_dropout_add,
+        mlp=_MLP,
+        mlp_bda=get_bias_dropout_add,
+        **dict.fromkeys(config.layer_norms, _NORM),
+    )
+    if cross_attention:
+        parts.cross_attention = _CROSS_ATTENTION
+        parts.pre_cross_attn_layernorm = _NORM
+        parts.cross_attn_bda = get_bias_dropout_add
+    return parts
+
+
+class TransformerLayer(MegatronModule):
+    """Compute x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); `--norm-placement` moves the norms.
+
+    With `cross_attention` among the `submodules`, attention to another sequence is between the two. The residual stream
+    keeps the dtype of x, the parts compute in that of their weights: with `--fp32-residual-connection` x is float32.
+
+    config: a `TransformerConfig`, or our `ModelConfig`. submodules: default: our parts. layer_number: from 1; over the
+    whole model if `layer_context` is given, else within the stage. hidden_dropout: default: the config's. vp_stage:
+    index of the stage on this rank; default: the one that is being built. layer_context: the place in the layout;
+    default: that of the process, which is asked once, here.
+
+    forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask, context [m, b, h],
+    context_mask bool [.., s or 1, m], True where masked, rotary_pos_emb [s, b or 1, 1, width]) -> (hidden states of the
+    same shape, context). attention_mask: a `Mask`; a tensor is bool [b or 1, 1, s, s], True where masked. By keyword
+    alone: angles [s, b or 1, width / 2], or with several ropes [ropes, s, b or 1, width / 2], which our block passes in
+    the place of rotary_pos_emb; inference_context, a key/value cache.
+
+    Every rank of tp must call. A forward costs two all-reduces of [s, b, h] over tp, three with cross-attention; under
+    sequence parallelism each is an all-gather and a reduce-scatter. Raises NotImplementedError for inference_params and
+    packed_seq_params, and for a cache if the attention is a script's own. Building it raises ValueError for
+    cross-attention in a layer of parallel residuals.
+    Megatron's file: megatron/core/transformer/transformer_layer.py.
+    """
+
+    gives_hidden_states = True  # for --inspect: the first result is [s, b, h] ([s/t, b, h])
+
+    @accepts_defaults_only("hidden_dropout", pg_collection=None)
+    def __init__(
+        self,
+        config: Any,
+        submodules: TransformerLayerSubmodules | None = None,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        vp_stage: int | None = None,
+        *,
+        layer_context: LayerContext | None = None,
+    ):
+        super().__init__(config)
+        settings, place = of_process(config, layer_context)
+        parts = submodules or submodules_of(settings)
+        self.submodules_config = parts
+        self.vp_stage = vp_stage
+        self.layer_number = layer_number if layer_context is not None else layer_number + self._get_layer_offset()
+        self.hidden_dropout = settings.hidden_dropout if hidden_dropout is None else hidden_dropout
+        of_layer = settings, self.layer_number, place
+        of_norm = {"config": config, "hidden_size": settings.hidden_size, "eps": settings.norm_epsilon}
+
+        def norm(spec: Any) -> nn.Module:
+            return build_part(spec, *of_layer, **of_norm)
+
+        def attention(spec: Any) -> nn.Module:
+            return build_part(spec, *of_layer, config=config, layer_number=self.layer_number)
+
+        layer = self.layer_number - 1  # from 0, which seeds the dropout masks
+
+        # The parts. Their names are the parameters' names, and their order is that of the buffers.
+        self.input_layernorm = norm(parts.input_layernorm)
+        self.self_attention = attention(parts.self_attention)
+        self.self_attn_bda = build_module(parts.self_attn_bda)
+        self.attention_dropout = place.hidden_dropout(self.hidden_dropout, "after attention", layer)
+        self.post_self_attn_layernorm = norm(parts.post_self_attn_layernorm)
+        self.pre_mlp_layernorm = norm(parts.pre_mlp_layernorm)
+        self.mlp = build_part(parts.mlp, *of_layer, config=config)
+        self.mlp_bda = build_module(parts.mlp_bda)
+        self.post_mlp_layernorm = norm(parts.post_mlp_layernorm)
+        self.mlp_dropout = place.hidden_dropout(self.hidden_dropout, "after mlp", layer)
+        self.cross_attention: Any = None
+        if is_custom_part(parts.cross_attention):
+            if settings.norm_placement.startswith("parallel"):
+                allowed = [name for name in NORM_PLACEMENTS if not name.startswith("parallel")]
+                raise ValueError(
+                    f"--norm-placement {settings.norm_placement} has no place for cross-attention, which reads the "
+                    f"result of self-attention; set norm_placement to one of {allowed}"
+                )
+            self.pre_cross_attn_layernorm = norm(parts.pre_cross_attn_layernorm)
+            self.cross_attention = attention(parts.cross_attention)
+            self.cross_attn_bda = build_module(parts.cross_attn_bda)
+            self.cross_attention_dropout = place.hidden_dropout(self.hidden_dropout, "after cross attention", layer)
+
+        # Parts of ours take a mask, angles and a cache, Megatron's take keywords and may return (output, bias).
+        self.has_our_attention = isinstance(parts.self_attention, ContextSpec)
+        self.has_our_cross_attention = isinstance(parts.cross_attention, ContextSpec)
+        self.norm_placement = settings.norm_placement
+        self.residual_multiplier = settings.residual_multiplier
+        self.apply_residual_connection_post_layernorm = settings.apply_residual_connection_post_layernorm
+        self.recomputes_mlp = settings.recomputes("mlp")
+        self.recomputes_norms = settings.recomputes("layernorm")
+        self.keys = place.keys
+        self.compiled = compiles(settings, place.tp.device)
+        self.compiled_layer = None
+        if self.compiled and settings.compile == "layers":
+            self.compiled_layer = WholeLayerPrograms(self, settings, place.tp)
+
+    def _get_layer_offset(self) -> int:
+        """Return the number of layers in earlier stages."""
+        return layers_of_stage(self.config, vp_stage=self.vp_stage).start
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        inference_params: None = None,
+        packed_seq_params: None = None,
+        *,
+        angles: Tensor | None = None,
+        inference_context: AttentionCache | None = None,
+    ) -> tuple[Tensor, Any]:
+        if inference_params is not None or packed_seq_params is not None:
+            raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
+        x = hidden_states
+        if angles is None and rotary_pos_emb is not None and self.has_our_attention:
+            angles = rotary_pos_emb[:, :, 0, : rotary_pos_emb.shape[-1] // 2]  # [s, b or 1, width / 2]
+        if rotary_pos_emb is None and angles is not None and not self.has_our_attention:
+            rotary_pos_emb = to_rotary_pos_emb(angles)  # [s, b or 1, 1, width]
+
+        # --compile layers: two compiled programs, and between them the attention kernel
+        if self.compiled_layer is not None and self.compiled_layer.can_run(inference_context):
+            x, mixed_qkv = self.compiled_layer.before_attention(x)  # [s, b, h], [s, b, (n + 2 groups) d]
+            heads = self.self_attention.get_query_key_value_tensors(mixed_qkv, None, angles)
+            core_attn_out = self.self_attention.attend(heads, attention_mask)  # [s, b, n d]
+            return self.compiled_layer.after_attention(x, core_attn_out), context
+
+        def attention(normed: Tensor) -> Any:
+            if self.has_our_attention:
+                return self.self_attention(normed, attention_mask, angles, inference_context)
+            if inference_context is not None:
+                raise no_cache_in_custom_layer()
+            mask = attention_mask.mask if isinstance(attention_mask, Documents) else attention_mask  # [b, 1, s, s]
+            # an attention without rotary positions need not take the argument
+            rotary = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}
+            return self.self_attention(normed, attention_mask=mask, **rotary)
+
+        def cross_attention(normed: Tensor) -> Any:
+            if not self.has_our_cross_attention:
+                return self.cross_attention(normed, attention_mask=context_mask, key_value_states=context)
+            memory = None if context is None else context.to(normed.dtype)  # [m, b, h]
+            kv_cache = inference_context.memory if isinstance(inference_context, DecoderCache) else None
+            return self.cross_attention(normed, memory, context_mask, kv_cache)
+
+        # parallel residual (GPT-J, GPT-NeoX): both blocks read x, and both results are added to it
+        if self.norm_placement in ("parallel", "parallel-one-norm"):
+            if self.norm_placement == "parallel-one-norm" and _is_absent(self.pre_mlp_layernorm):
+                x, normed = _residual_and_norm(self.input_layernorm, x)
+                attention_out = attention(normed)
+                mlp_out = self._run_mlp(normed)
+            else:
+                x, attention_out = self._norm_then(self.input_layernorm, x, attention)
+                x, mlp_out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
+            x = self._add_residual(x, attention_out, self.self_attn_bda, self.attention_dropout)
+            return self._add_residual(x, mlp_out, self.mlp_bda, self.mlp_dropout), context
+
+        # x + dropout(attention(norm(x)))
+        x, out = self._norm_then(self.input_layernorm, x, attention)
+        x = self._add_residual(x, out, self.self_attn_bda, self.attention_dropout, self.post_self_attn_layernorm)
+
+        # x + dropout(cross attention(norm(x)))
+        if self.cross_attention is not None:
+            x, out = self._norm_then(self.pre_cross_attn_layernorm, x, cross_attention)
+            x = self._add_residual(x, out, self.cross_attn_bda, self.cross_attention_dropout)
+
+        # x + dropout(mlp(norm(x)))
+        x, out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
+        x = self._add_residual(x, out, self.mlp_bda, self.mlp_dropout, self.post_mlp_layernorm)
+        return x, context
+
+    def _run_mlp(self, normed: Tensor) -> Any:
+        """Run the MLP on [s, b, h] ([s/t, b, h] under sequence parallelism), to the same shape, or (output, bias [h]).
+
+        With `--recompute-modules mlp` the backward computes its activations again.
+        """
+        if self.recomputes_mlp:
+            return recompute_in_backward(self.mlp, self.keys, normed, modules=[self.mlp])
+        return self.mlp(normed)
+
+    def _norm_then(self, norm: nn.Module, x: Tensor, block: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+        """Return (residual, block(norm(x))), the residual in the shape of x.
+
+        The residual is x, or norm(x) where the config adds to the norm's output.
+        """
+        if _is_absent(norm):
+            return x, block(x)
+        x, normed = _residual_and_norm(norm, x)
+        out = block(normed)
+        if self.apply_residual_connection_post_layernorm:
+            return normed, out
+        output = out[0] if isinstance(out, tuple) else out
+        if self.recomputes_norms and isinstance(norm, Norm) and output.requires_grad:
+            discard_and_recompute(normed, partial(norm, x), until=output)
+        return x, out
+
+    def _add_residual(
+        self, residual: Tensor, out_with_bias: Any, bda: Any, dropout: nn.Module, norm: nn.Module | None = None
+    ) -> Tensor:
+        """Return residual + dropout(out + bias), all of one shape, or the result of a script's own `bda`.
+
+        out_with_bias: the output, or (output, bias [h] or None). norm: of the sum with `--norm-placement post`, else of
+        the output before the sum. Our `dropout` replaces that of `get_bias_dropout_add`: its masks are the same in
+        every layout.
+        """
+        normalizes_sum = not _is_absent(norm) and self.norm_placement == "post"
+        normalizes_output = not _is_absent(norm) and not normalizes_sum
+        is_ours = bda is get_bias_dropout_add
+        out = out_with_bias
+        if isinstance(out, tuple) and (is_ours or normalizes_output or self.residual_multiplier != 1):
+            out, bias = out_with_bias
+            if bias is not None:
+                out = out + bias
+        if normalizes_output:
+            out = norm(out)
+        if self.residual_multiplier != 1:
+            out = out * self.residual_multiplier
+
+        if not is_ours:
+            fused = self.compiled if isinstance(self.config, ModelConfig) else self.config.bias_dropout_fusion
+            x = bda(self.training, fused)(out, residual, self.hidden_dropout)
+        elif self.compiled and isinstance(dropout, HiddenDropout) and dropout.is_active:
+            words = dropout.words_for(out)
+            x = REGIONS["residual"].compiled(residual, out, *words, dropout.probability, out.dtype)
+        else:
+            x = residual + dropout(out)
+        return norm(x) if normalizes_sum else x
+
+
+class ParallelTransformerLayer(TransformerLayer):
+    """The `TransformerLayer` by its classic name, which is built from (config, layer, context) and returns a tensor.
+
+    layer: counts from 0 over the whole model. `make_attention` and `make_mlp` build the two blocks; a model passes its
+    own: `make_layer=partial(ParallelTransformerLayer, make_mlp=OwnMLP)`.
+
+    forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the shape of x. mask, angles,
+    cache: see `ParallelAttention`. Every rank of tp must call.
+    """
 
     def __init__(
         self,
@@ -52,105 +337,19 @@ class ParallelTransformerLayer(nn.Module):
         make_attention: MakePart = ParallelAttention,
         make_mlp: MakePart = ParallelMLP,
     ):
-        super().__init__()
+        parts = replace(submodules_of(config), self_attention=ContextSpec(make_attention), mlp=ContextSpec(make_mlp))
+        super().__init__(config, parts, layer + 1, layer_context=context)
 
-        def norm(name: str) -> nn.Module | None:
-            return make_norm(config, context) if name in config.layer_norms else None
-
-        # The parts, in the order of the forward. Their names are the parameters' names.
-        self.input_layernorm = norm("input_layernorm")
-        self.self_attention = make_attention(config, layer, context)
-        self.attention_dropout = context.hidden_dropout(config.hidden_dropout, "after attention", layer)
-        self.post_self_attn_layernorm = norm("post_self_attn_layernorm")
-        self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
-        self.mlp = make_mlp(config, layer, context)
-        self.post_mlp_layernorm = norm("post_mlp_layernorm")
-        self.mlp_dropout = context.hidden_dropout(config.hidden_dropout, "after mlp", layer)
-
-        self.norm_placement = config.norm_placement
-        self.residual_multiplier = config.residual_multiplier
-        self.apply_residual_connection_post_layernorm = config.apply_residual_connection_post_layernorm
-        self.recomputes_mlp = config.recomputes("mlp")
-        self.recomputes_norms = config.recomputes("layernorm")
-        self.keys = context.keys
-        self.compiled = compiles(config, context.tp.device)
-        self.compiled_layer = None
-        if self.compiled and config.compile == "layers":
-            self.compiled_layer = WholeLayerPrograms(self, config, context.tp)
-
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor:
-        # --compile layers: two compiled programs, and between them the attention kernel
-        if self.compiled_layer is not None and self.compiled_layer.can_run(cache):
-            x, mixed_qkv = self.compiled_layer.before_attention(x)  # [s, b, h], [s, b, (n + 2 groups) d]
-            heads = self.self_attention.get_query_key_value_tensors(mixed_qkv, None, angles)
-            core_attn_out = self.self_attention.attend(heads, mask)  # [s, b, n d]
-            return self.compiled_layer.after_attention(x, core_attn_out)
+        hidden_states, _ = super().forward(x, mask, angles=angles, inference_context=cache)
+        return hidden_states
 
-        def attention(normed: Tensor) -> Tensor:
-            return self.self_attention(normed, mask, angles, cache)
 
-        # parallel residual (GPT-J, GPT-NeoX): both blocks read x, and both results are added to it
-        if self.norm_placement in ("parallel", "parallel-one-norm"):
-            if self.pre_mlp_layernorm is None:
-                x, normed = _residual_and_norm(self.input_layernorm, x)
-                attention_out = attention(normed)
-                mlp_out = self._run_mlp(normed)
-            else:
-                x, attention_out = self._norm_then(self.input_layernorm, x, attention)
-                x, mlp_out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
-            x = self._add_residual(x, attention_out, self.attention_dropout)
-            return self._add_residual(x, mlp_out, self.mlp_dropout)
-
-        # x + dropout(attention(norm(x)))
-        x, out = self._norm_then(self.input_layernorm, x, attention)
-        x = self._add_residual(x, out, self.attention_dropout, self.post_self_attn_layernorm)
-
-        # x + dropout(mlp(norm(x)))
-        x, out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
-        return self._add_residual(x, out, self.mlp_dropout, self.post_mlp_layernorm)
-
-    def _run_mlp(self, normed: Tensor) -> Tensor:
-        """Run the MLP on [s, b, h] ([s/t, b, h] under sequence parallelism), to the same shape.
-
-        With `--recompute-modules mlp` the backward computes its activations again.
-        """
-        if self.recomputes_mlp:
-            return recompute_in_backward(self.mlp, self.keys, normed, modules=[self.mlp])
-        return self.mlp(normed)
-
-    def _norm_then(self, norm: nn.Module | None, x: Tensor, block: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (residual, block(norm(x))), both in the shape of x.
-
-        The residual is x, or norm(x) where the config adds to the norm's output.
-        """
-        if norm is None:
-            return x, block(x)
-        x, normed = _residual_and_norm(norm, x)
-        out = block(normed)
-        if self.apply_residual_connection_post_layernorm:
-            return normed, out
-        if self.recomputes_norms and out.requires_grad:
-            discard_and_recompute(normed, partial(norm, x), until=out)
-        return x, out
-
-    def _add_residual(self, residual: Tensor, out: Tensor, dropout: nn.Module, norm: nn.Module | None = None) -> Tensor:
-        """Return residual + dropout(out), all of one shape.
-
-        norm: of the sum with `--norm-placement post`, else of `out` before the sum.
-        """
-        normalizes_sum = norm is not None and self.norm_placement == "post"
-        if norm is not None and not normalizes_sum:
-            out = norm(out)
-        if self.residual_multiplier != 1:
-            out = out * self.residual_multiplier
-        if self.compiled and isinstance(dropout, HiddenDropout) and dropout.is_active:
-            words = dropout.words_for(out)
-            x = REGIONS["residual"].compiled(residual, out, *words, dropout.probability, out.dtype)
-        else:
-            x = residual + dropout(out)
-        return norm(x) if normalizes_sum else x
+def _is_absent(norm: nn.Module | None) -> bool:
+    """Return whether a layer lacks this norm. A script may set one to None."""
+    return norm is None or isinstance(norm, IdentityOp)
 
 
 def _residual_and_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,10 +362,31 @@ def _residual_and_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, norm(x)
 
 
-def layers_of_stage(config: Any, num_layers: int | None = None) -> range:
+def no_cache_in_custom_layer() -> NotImplementedError:
+    """Return the error of a layer, or of an attention, of a script's own that is given a key/value cache."""
+    return NotImplementedError(
+        "generation with a key/value cache is not supported yet for custom layers; leave out the cache"
+    )
+
+
+def to_rotary_pos_emb(angles: Tensor) -> Tensor:
+    """Return angles [s, b or 1, width / 2] as Megatron has them, repeated for both halves of a head.
+
+    The result is [s, b or 1, 1, width]. Raises NotImplementedError for the angles of several ropes, of 4 dimensions.
+    """
+    if angles.dim() == 4:
+        raise NotImplementedError(
+            "rotary angles that differ between layers are not supported for custom layers; give all layers one rotary "
+            "base, or use the layers of our own spec"
+        )
+    return torch.cat((angles, angles), -1).unsqueeze(2)
+
+
+def layers_of_stage(config: Any, num_layers: int | None = None, vp_stage: int | None = None) -> range:
     """Return the layers of the pipeline stage that is being built, numbered from 0 over the whole model.
 
-    num_layers: of the whole model; default: the config's.
+    num_layers: of the whole model; default: the config's. vp_stage: index of the stage on this rank; default: the one
+    that is being built.
     """
     state = get_global_state()
     stages = state.mesh.stages
@@ -180,120 +400,8 @@ def layers_of_stage(config: Any, num_layers: int | None = None) -> range:
         loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
     )
     stages_of_rank = stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
-    return layers[stages_of_rank[state.virtual_rank or 0]]
-
-
-@dataclass
-class TransformerLayerSubmodules:
-    """The parts of a `TransformerLayer`: classes, functions, or specs of them."""
-
-    input_layernorm: Any = IdentityOp
-    self_attention: Any = IdentityOp
-    self_attn_bda: Any = IdentityFuncOp
-    pre_cross_attn_layernorm: Any = IdentityOp
-    cross_attention: Any = IdentityOp
-    cross_attn_bda: Any = IdentityFuncOp
-    pre_mlp_layernorm: Any = IdentityOp
-    mlp: Any = IdentityOp
-    mlp_bda: Any = IdentityFuncOp
-    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
-
-
-class TransformerLayer(MegatronModule):
-    """Compute x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), with the parts in `submodules`.
-
-    With `cross_attention` among them, attention to another sequence is between the two. layer_number: from 1, within
-    the stage. A part that holds its own norm, as Transformer Engine's do, has IdentityOp for a norm here.
-
-    forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask [b or 1, 1, s, s], context
-    [m, b, h], context_mask [.., s or 1, m], rotary_pos_emb [s, 1, 1, width]) -> (hidden states of the same shape,
-    context). Masks are True where masked. Every rank of tp must call. Raises NotImplementedError for inference_params
-    and packed_seq_params. Megatron's file: megatron/core/transformer/transformer_layer.py.
-    """
-
-    @accepts_defaults_only(pg_collection=None, vp_stage=None)
-    def __init__(
-        self,
-        config: Any,
-        submodules: TransformerLayerSubmodules,
-        layer_number: int = 1,
-        hidden_dropout: float | None = None,
-    ):
-        super().__init__(config)
-        self.submodules_config = submodules
-        self.layer_number = layer_number + self._get_layer_offset()
-        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        number = self.layer_number
-        norm_options = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-
-        # self-attention
-        self.input_layernorm = build_module(submodules.input_layernorm, **norm_options)
-        self.self_attention = build_module(submodules.self_attention, config=config, layer_number=number)
-        self.self_attn_bda = build_module(submodules.self_attn_bda)
-
-        # MLP
-        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm_options)
-        self.mlp = build_module(submodules.mlp, config=config)
-        self.mlp_bda = build_module(submodules.mlp_bda)
-
-        layer_context = context_of(settings_of(config), config)
-        self.attention_dropout = layer_context.hidden_dropout(self.hidden_dropout, "after attention", number - 1)
-        self.mlp_dropout = layer_context.hidden_dropout(self.hidden_dropout, "after mlp", number - 1)
-
-        # cross-attention, in a decoder's layer
-        self.cross_attention: Any = None
-        if is_custom_part(submodules.cross_attention):
-            self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **norm_options)
-            self.cross_attention = build_module(submodules.cross_attention, config=config, layer_number=number)
-            self.cross_attn_bda = build_module(submodules.cross_attn_bda)
-            self.cross_dropout = layer_context.hidden_dropout(self.hidden_dropout, "after cross attention", number - 1)
-
-    def _get_layer_offset(self) -> int:
-        """Return the number of layers in earlier stages."""
-        return layers_of_stage(self.config).start
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        context: Any = None,
-        context_mask: Any = None,
-        rotary_pos_emb: Tensor | None = None,
-        inference_params: None = None,
-        packed_seq_params: None = None,
-    ) -> tuple[Tensor, Any]:
-        if inference_params is not None or packed_seq_params is not None:
-            raise NotImplementedError("inference_params and packed_seq_params are not built yet; leave them out")
-        # a script's attention without rotary positions need not take the argument
-        rotary = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}
-        x = hidden_states
-
-        # x + dropout(attention(norm(x)))
-        out = self.self_attention(self.input_layernorm(x), attention_mask=attention_mask, **rotary)
-        x = self._bias_dropout_add(self.self_attn_bda, out, x, self.attention_dropout)
-
-        # x + dropout(cross attention(norm(x)))
-        if self.cross_attention is not None:
-            normed = self.pre_cross_attn_layernorm(x)
-            out = self.cross_attention(normed, attention_mask=context_mask, key_value_states=context)
-            x = self._bias_dropout_add(self.cross_attn_bda, out, x, self.cross_dropout)
-
-        # x + dropout(mlp(norm(x)))
-        out = self.mlp(self.pre_mlp_layernorm(x))
-        x = self._bias_dropout_add(self.mlp_bda, out, x, self.mlp_dropout)
-        return x, context
-
-    def _bias_dropout_add(self, bda: Any, out_with_bias: Any, residual: Tensor, dropout: nn.Module) -> Tensor:
-        """Return residual + dropout(out + bias), or the result of a script's own `bda`.
-
-        Our `dropout` replaces that of `get_bias_dropout_add`: its masks are the same in every layout.
-        """
-        if bda is not get_bias_dropout_add:
-            return bda(self.training, self.config.bias_dropout_fusion)(out_with_bias, residual, self.hidden_dropout)
-        out, bias = out_with_bias if isinstance(out_with_bias, tuple) else (out_with_bias, None)
-        if bias is not None:
-            out = out + bias
-        return residual + dropout(out)
+    position = (state.virtual_rank or 0) if vp_stage is None else vp_stage
+    return layers[stages_of_rank[position]]
 
 
 # Megatron's names.

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,11 +50,36 @@ from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 
 _MODEL = "model/"
+_INNER_LAYER = re.compile(r"(\.layers\.\d+)\.layer\.")  # a script's own layer, as it was named inside of one of ours
 _POSITIONS = "embedding.position_embeddings.weight"
 _MAX_SHOWN = 3  # parameters in a message
 
 
 # ---------------------------------------------------------------- parameters
+
+
+def with_current_names(
+    model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
+) -> Checkpoint:
+    """Return the checkpoint with the names that a script's own layers, built from a spec, have today.
+
+        saved before    decoder.layers.3.layer.mlp.weight
+        today           decoder.layers.3.mlp.weight
+
+    A name is changed if no rank's model has it and some rank's has today's. model: name -> this rank's part. One
+    all-reduce if there are such names; every rank must call.
+    """
+    renamed = {name: _INNER_LAYER.sub(r"\1.", name) for name in checkpoint.names}
+    before = sorted(name for name, now in renamed.items() if now != name and name.startswith(_MODEL))
+    if not before:
+        return checkpoint
+    has = [[name in model, renamed[name] in model] for name in before]
+    holders = torch.tensor(has, dtype=torch.int32, device=device)  # [names, (before, now)]
+    collectives.all_reduce(holders, world)
+    if not all(count_now and not count_before for count_before, count_now in holders.tolist()):
+        return checkpoint  # the layers of a script that calls a part of its own `layer`
+    tensors = {renamed[name]: record for name, record in checkpoint.manifest.tensors.items()}
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, tensors=tensors))
 
 
 def refuse_unexpected_parameters(

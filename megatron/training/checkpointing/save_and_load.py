@@ -305,6 +305,7 @@ def _load_checkpoint(
     parameters = sharded_model_state(chunks, mesh)
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
+        checkpoint = compatibility.with_current_names(parameters, checkpoint, world, device)
         compatibility.refuse_unexpected_parameters(parameters, checkpoint, world, device)
         compatibility.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
         absent = compatibility.absent_parameters(

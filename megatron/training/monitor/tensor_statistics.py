@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,9 +103,10 @@ class Inspector:
         for name, module in model.named_modules():
             if _gives_hidden_states(module) or name.endswith("final_layernorm"):
 
-                def note(module: nn.Module, inputs: object, output: Tensor, name: str = name) -> None:
+                def note(module: nn.Module, inputs: object, output: Any, name: str = name) -> None:
                     # A recomputed layer is counted twice with all its elements, so means and shares stay the same.
-                    self._add(("activation", name), output)
+                    # A layer returns (hidden states, context).
+                    self._add(("activation", name), output[0] if isinstance(output, tuple) else output)
 
                 self._handles.append(module.register_forward_hook(note))
 

@@ -106,7 +106,8 @@ class _NanLocator:
         handles = []
         for chunk in chunks:
             for name, module in chunk.module.named_modules():
-                handles.append(module.register_forward_hook(partial(self._check_output, name or "the model")))
+                check = partial(self._check_output, name or "the model")
+                handles.append(module.register_forward_hook(check, with_kwargs=True))
 
         pipeline: Pipeline = self._work.pipeline
         around = pipeline.around
@@ -123,10 +124,18 @@ class _NanLocator:
             for handle in handles:
                 handle.remove()
 
-    def _check_output(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
-        """Check a module's output, and its gradient once backward has computed it."""
+    def _check_output(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any], output: Any
+    ) -> None:
+        """Check a module's output, and its gradient once backward has computed it.
+
+        What it was given and returns, as a layer does with its context, is another module's output.
+        """
         outputs = output if isinstance(output, tuple | list) else (output,)
+        came_in = {id(x) for x in (*inputs, *named_inputs.values())}
         for x in outputs:
+            if len(outputs) > 1 and id(x) in came_in:
+                continue
             self._check_in_microbatch(f"the output of {name}", x)
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(partial(self._check_in_microbatch, f"the gradient of the output of {name}"))

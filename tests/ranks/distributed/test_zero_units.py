@@ -17,10 +17,16 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.contiguous_buffers import ReleasableBuffer
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.released_tensors import ReleasedParameter
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_autograd import linear
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer, submodules_of
 
 WIDTH = 8
 
@@ -143,6 +149,86 @@ def test_a_layer_applied_twice_is_summed_once_a_backward():
 
     first, both = (run_ranks({"dp": 2}, partial(sums, steps=steps))[0] for steps in (1, 2))
     assert both - first == 2 * 2  # two units, two microbatches
+
+
+class WithContext(Ours):
+    """A layer that reads a context besides, and returns it unchanged, as Megatron's does."""
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + context, context
+
+
+class InPlace(Ours):
+    """A layer that returns the tensor that it was given, changed."""
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return x.add_(super().forward(context)), context
+
+
+class Skipped(Ours):
+    """A layer with parameters that returns its inputs alone."""
+
+    def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        return x, context
+
+
+class Stack(nn.Module):
+    """A layer that makes the context, and four that read it. by_name: they are given it by keyword."""
+
+    def __init__(self, make_layer: type[Ours], by_name: bool):
+        super().__init__()
+        self.by_name, self.encoder = by_name, Ours(0)
+        self.layers = nn.ModuleList([make_layer(seed) for seed in range(1, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.encoder(x)
+        x = 2 * context
+        for layer in self.layers:
+            x, context = layer(x, context=context) if self.by_name else layer(x, context)
+        return x + context
+
+
+def of_stack(mesh: Mesh, make_layer: type[Ours], by_name: bool) -> tuple[list[int], int, dict[str, tuple]]:
+    """All-gathers of parameters in a forward and in its backward, buckets resident after it, and the gradients."""
+    chunk = DistributedDataParallel(Stack(make_layer, by_name), mesh, DataParallelConfig(zero_stage=3))
+    x = torch.full((3, WIDTH), 0.1 * (1 + mesh["dp"].rank), dtype=torch.float64)
+    chunk.zero_grad_buffer(1)
+    gathers = []
+    with mesh.ledger.record() as calls:
+        chunk.begin_microbatch(0, backward=False)
+        loss = chunk(x).square().sum()
+        gathers.append(Counter(call.op for call in calls)["all_gather"])
+        chunk.begin_microbatch(0, backward=True)
+        loss.backward()
+        gathers.append(Counter(call.op for call in calls)["all_gather"] - gathers[0])
+    resident = sum(not isinstance(p, ReleasedParameter) for p in chunk.parameters())
+    chunk.start_grad_reduce()
+    chunk.finish_grad_reduce()
+    grads = {
+        slot.name: (buffer.owned_range(slot), buffer.sums.values(slot).clone())
+        for buffer in chunk.buffers
+        for slot in buffer.plan.param_ranges
+    }
+    return gathers, resident, grads
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("make_layer", [WithContext, InPlace])
+def test_a_context_that_a_layer_returns_costs_no_all_gather(make_layer: type[Ours], by_name: bool):
+    """Each of the five units is gathered once in a forward and once in a backward, and none is resident after it."""
+    plain = Stack(make_layer, by_name)
+    for rank in range(2):
+        plain(torch.full((3, WIDTH), 0.1 * (1 + rank), dtype=torch.float64)).square().sum().backward()
+    expected = {name: p.grad.flatten() for name, p in plain.named_parameters()}
+    for gathers, resident, grads in run_ranks({"dp": 2}, lambda mesh: of_stack(mesh, make_layer, by_name)):
+        assert (gathers, resident) == ([5, 5], 0)
+        for name, ((start, stop), values) in grads.items():
+            torch.testing.assert_close(values, expected[name][start:stop], rtol=1e-12, atol=1e-13)
+
+
+def test_a_layer_that_returns_its_inputs_alone_says_so():
+    with pytest.raises(RuntimeError, match=r"(?s)layers\.0 \(Skipped\).*ZeRO stage 3.*--zero-stage 2"):
+        run_ranks({"dp": 2}, lambda mesh: of_stack(mesh, Skipped, False))
 
 
 @pytest.mark.parametrize(
@@ -307,3 +393,26 @@ def test_frozen_unused_and_empty_parameters_are_no_special_case(stage: int):
             torch.testing.assert_close(
                 values.flatten(), expected[name].detach().flatten()[start:stop], rtol=1e-12, atol=1e-14
             )
+
+
+def test_a_decoder_of_ours_is_gathered_once_in_a_backward():
+    """Its layers hand on the encoder's output: three of them, and the final norm."""
+
+    def work(mesh: Mesh) -> None:
+        config = ModelConfig(num_layers=3, hidden_size=WIDTH, num_attention_heads=2, fp64=True)
+        spec = ModuleSpec(TransformerLayer, submodules=submodules_of(config, cross_attention=True))
+        context = LayerContext.from_mesh(mesh, torch.float64)
+        block = TransformerBlock(config, spec, layers=range(3), layer_context=context)
+        chunk = DistributedDataParallel(block, mesh, DataParallelConfig(zero_stage=3))
+        x, memory = torch.randn(2, 5, 1, WIDTH, dtype=torch.float64).requires_grad_().unbind()
+        chunk.zero_grad_buffer(1)
+        with mesh.ledger.record() as calls:
+            chunk.begin_microbatch(0, backward=False)
+            loss = chunk(x, None, memory).sum()
+            assert Counter(call.op for call in calls)["all_gather"] == 4
+            chunk.begin_microbatch(0, backward=True)
+            loss.backward()
+            assert Counter(call.op for call in calls)["all_gather"] == 4 + 4
+        assert all(isinstance(p, ReleasedParameter) for p in chunk.parameters())
+
+    run_ranks({"dp": 2}, work)

@@ -40,6 +40,7 @@ from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 MODELS = {"dropout": TINY_GPT2, "gated": TINY_LLAMA}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -201,8 +202,8 @@ def recompute_of(config: ModelConfig) -> str:
     return "none" if config.recompute_granularity is None else f"uniform {config.recompute_num_layers or 1}"
 
 
-def layers_of(chunk: nn.Module) -> ParallelTransformer:
-    return next(module for module in chunk.modules() if isinstance(module, ParallelTransformer))
+def layers_of(chunk: nn.Module) -> TransformerBlock:
+    return next(module for module in chunk.modules() if isinstance(module, TransformerBlock))
 
 
 INPUT = SEQ * 2 * 16 * 8  # bytes of [s, b, h]

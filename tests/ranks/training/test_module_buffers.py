@@ -55,7 +55,7 @@ class WithBuffers(GPTModel):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
         self.register_buffer("codes", None)
         self.stage = 2 * self.pre_process + self.post_process
-        for layer in self.language_model.decoder.layers.values():
+        for layer in self.language_model.decoder.layers:
             layer.norm_of_outputs = nn.BatchNorm1d(3, affine=False)
             layer.router = RouterBias()
             layer.register_buffer("average", torch.zeros(()))
@@ -71,12 +71,13 @@ class WithBuffers(GPTModel):
         return super().forward(*given, **named)
 
 
-def track(layer: nn.Module, _: object, out: Tensor) -> Tensor:
+def track(layer: nn.Module, _: object, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    out, context = output
     if layer.training:
         layer.norm_of_outputs(out.detach()[..., :3].float().reshape(-1, 3))
         layer.average = 0.9 * layer.average + 0.1 * out.detach().float().mean()  # another tensor
         layer.seed += out.detach().float().flatten()[:2]
-    return layer.router(out) * (1 + 1e-3 * layer.average.to(out.dtype))
+    return layer.router(out) * (1 + 1e-3 * layer.average.to(out.dtype)), context
 
 
 def script_of(model: type[GPTModel]) -> ModuleType:

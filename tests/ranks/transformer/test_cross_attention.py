@@ -42,7 +42,7 @@ def test_tensor_parallel_ranks_compute_what_one_does(dropout):
 
 def attended(mesh):
     *_, block = decoded(mesh)
-    attention = block._get_layer(0).layer.cross_attention
+    attention = block._get_layer(0).cross_attention
     return attention, attention(X[:S], MASK, MEMORY)
 
 

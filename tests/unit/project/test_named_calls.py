@@ -19,7 +19,7 @@ from megatron.core.distributed.param_grad_state import ParamSlot
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface, GradSlot
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
-from megatron.core.transformer.parallel_transformer import ParallelTransformer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.memory.dry_run import AnyBatch
 
 ROOT = Path(__file__).parents[3]
@@ -278,7 +278,7 @@ def _is_asked_at_runtime(node: ast.ClassDef) -> bool:
     ("base", "ours"),
     [
         (DataParallelChunkInterface, DistributedDataParallel),
-        (HoldsActivations, ParallelTransformer),
+        (HoldsActivations, TransformerBlock),
         (GeneratedBatch, AnyBatch),
         (GradSlot, ParamSlot),
     ],

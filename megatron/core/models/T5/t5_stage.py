@@ -27,50 +27,12 @@ from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import MaskWithBias
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
-from megatron.core.transformer.cross_attention import CrossAttentionState, ParallelCrossAttention
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.norm import make_norm
-from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.core.transformer.relative_position_bias import RelativeBiasFromWeight, RelativePositionEmbedding
-from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
-
-
-class T5DecoderLayer(ParallelTransformerLayer):
-    """A transformer layer with attention to the encoder's output between self-attention and MLP.
-
-    There is a norm before each of the three.
-
-    forward(x [m, b, h] ([m/t, b, h] under sequence parallelism), a CrossAttentionState, angles [m, b or 1, width / 2]
-    or None) -> the shape of x. Every rank of tp must call.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
-        super().__init__(config, layer, context)
-        self.pre_cross_attn_layernorm = make_norm(config, context)
-        # Numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention.
-        self.cross_attention = ParallelCrossAttention(config, config.all_layers + layer, context)
-        self.cross_attention_dropout = context.hidden_dropout(config.hidden_dropout, "after cross attention", layer)
-
-    def forward(self, x: Tensor, mask: CrossAttentionState, angles: Tensor | None = None) -> Tensor:
-        def attention(normed: Tensor) -> Tensor:
-            return self.self_attention(normed, mask.self_attention_mask, angles, mask.cache)
-
-        def cross_attention(normed: Tensor) -> Tensor:
-            memory = None if mask.memory is None else mask.memory.to(normed.dtype)
-            return self.cross_attention(normed, memory, mask.key_padding_mask, mask.kv_cache)
-
-        # x + dropout(attention(norm(x)))
-        x, out = self._norm_then(self.input_layernorm, x, attention)
-        x = self._add_residual(x, out, self.attention_dropout)
-
-        # x + dropout(cross attention(norm(x)))
-        x, out = self._norm_then(self.pre_cross_attn_layernorm, x, cross_attention)
-        x = self._add_residual(x, out, self.cross_attention_dropout)
-
-        # x + dropout(mlp(norm(x)))
-        x, out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
-        return self._add_residual(x, out, self.mlp_dropout)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer, submodules_of
 
 
 class EncoderDecoder(nn.Module):
@@ -82,8 +44,10 @@ class EncoderDecoder(nn.Module):
     shares its samples with others passes its own rows of both texts, and the mask of the whole text. All ranks of this
     stage in one replica must call.
 
-    layers: numbers over the whole model, those of the encoder first; parameter names count each stack from 0. With a
-    cache, in generation, `decode_next` runs the decoder alone on further tokens.
+    layers: numbers over the whole model, those of the encoder first; parameter names count each stack from 0.
+    make_layer(config, i, context), make_decoder_layer: build a layer i, over the whole model, of a script's own; the
+    decoder's takes a `CrossAttentionState` for a mask. With a cache, in generation, `decode_next` runs the decoder
+    alone on further tokens.
     """
 
     def __init__(
@@ -96,8 +60,8 @@ class EncoderDecoder(nn.Module):
         context: LayerContext,
         pre_process: bool = True,
         post_process: bool = True,
-        make_layer: MakePart = ParallelTransformerLayer,
-        make_decoder_layer: MakePart = T5DecoderLayer,
+        make_layer: MakePart | None = None,
+        make_decoder_layer: MakePart | None = None,
     ):
         super().__init__()
         tied = not config.untie_embeddings_and_output_weights
@@ -143,20 +107,22 @@ class EncoderDecoder(nn.Module):
         encoder_layers = [i for i in layers if i < num_encoder_layers]
         decoder_layers = [i - num_encoder_layers for i in layers if i >= num_encoder_layers]
         if encoder_layers:
-            self.encoder = ParallelTransformer(
+            self.encoder = TransformerBlock(
                 config,
-                encoder_layers,
-                context,
                 post_process=encoder_layers[-1] == num_encoder_layers - 1,
+                layers=encoder_layers,
+                layer_context=context,
                 make_layer=make_layer,
             )
         if decoder_layers or post_process:
-            self.decoder = ParallelTransformer(
+            self.decoder = TransformerBlock(
                 config,
-                decoder_layers,
-                context,
+                ModuleSpec(TransformerLayer, submodules=submodules_of(config, cross_attention=True)),
                 post_process=post_process,
-                make_layer=lambda config, i, context: make_decoder_layer(config, num_encoder_layers + i, context),
+                layers=decoder_layers,
+                layer_context=context,
+                numbered_from=num_encoder_layers,
+                make_layer=make_decoder_layer,
             )
         if post_process:
             self.output_layer = LanguageModelHead(
@@ -202,7 +168,7 @@ class EncoderDecoder(nn.Module):
             decoder_mask = None
             if bias_weights:
                 decoder_mask = MaskWithBias(self._position_bias(self._decoder_bias, bias_weights[1], y), None)
-            y = self.decoder(y, CrossAttentionState(decoder_mask, x, key_padding_mask, cache))
+            y = self.decoder(y, decoder_mask, x, key_padding_mask, inference_context=cache)
 
         if cache is not None:
             cache.tables = tuple(bias_weights)
@@ -225,7 +191,7 @@ class EncoderDecoder(nn.Module):
             if cache.tables:
                 query_positions = torch.arange(cache.length, length)
                 decoder_mask = MaskWithBias(self._decoder_bias.bias(cache.tables[1], length, query_positions), None)
-            y = self.decoder(y, CrossAttentionState(decoder_mask, None, key_padding_mask, cache))
+            y = self.decoder(y, decoder_mask, None, key_padding_mask, inference_context=cache)
         cache.advance(len(y))
         return y
 

@@ -16,9 +16,8 @@ from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import losses_and_cross_entropy
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.core.transformer.tiled_compute import declare_tiled_use
-from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 
 class TransformerLanguageModel(nn.Module):
@@ -29,8 +28,8 @@ class TransformerLanguageModel(nn.Module):
     `pre_process` it starts from the hidden states of the previous stage, set by `set_input_tensor`. With
     `post_process`, `logits` applies the output layer. All ranks of this stage in one replica must call.
 
-    `make_layer(config, i, context)` builds layer i, counted over the whole model. positions: rows of a learned
-    position embedding.
+    spec, make_layer, layer_config: how the layers are built, see `TransformerBlock`, whose `config` is layer_config.
+    positions: rows of a learned position embedding.
     """
 
     def __init__(
@@ -44,7 +43,9 @@ class TransformerLanguageModel(nn.Module):
         pre_process: bool = True,
         post_process: bool = True,
         num_tokentypes: int = 0,
-        make_layer: MakePart = ParallelTransformerLayer,
+        spec: Any = None,
+        make_layer: MakePart | None = None,
+        layer_config: Any = None,
     ):
         super().__init__()
         tied = not config.untie_embeddings_and_output_weights
@@ -56,7 +57,15 @@ class TransformerLanguageModel(nn.Module):
             self.embedding = Embedding(
                 config, vocab_size, positions, context, num_tokentypes=num_tokentypes, tokens_only=not pre_process
             )
-        self.decoder = ParallelTransformer(config, layers, context, post_process=post_process, make_layer=make_layer)
+        self.decoder = TransformerBlock(
+            config if layer_config is None else layer_config,
+            spec,
+            post_process=post_process,
+            layers=layers,
+            layer_context=context,
+            settings=config,
+            make_layer=make_layer,
+        )
         if post_process:
             self.output_layer = LanguageModelHead(
                 config, vocab_size, context, shares_embedding_weight=tied and pre_process
@@ -87,7 +96,9 @@ class TransformerLanguageModel(nn.Module):
     ) -> Tensor:
         """Return the hidden states after the stage's layers: [s, b, h] ([s/t, b, h] under sequence parallelism)."""
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
-        # a fork's `decoder` need not take positions, unless they restart
+        if type(self.decoder) is TransformerBlock:
+            return self.decoder(x, mask, inference_context=cache, position_ids=position_ids)
+        # A fork's `decoder` is called as a `ParallelTransformer` is; it need not take positions, unless they restart.
         options = (position_ids,) if self.restarts_positions else ()
         return self.decoder(x, mask, cache, *options)
 

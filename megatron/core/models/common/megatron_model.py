@@ -9,8 +9,7 @@ from torch import nn
 
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.initialize_distributed import join_alone
-from megatron.core.transformer.module import MegatronModule, context_of, settings_of
-from megatron.core.transformer.transformer_block import make_layer_from_spec
+from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.transformer_layer import layers_of_stage
 
 
@@ -49,12 +48,12 @@ class MegatronCoreModel(MegatronModule):
         if run is not None and vocab_size == run.args.padded_vocab_size:
             vocab_size = run.vocab_size
             multiple = run.config.transformer.make_vocab_size_divisible_by
-        model_config = settings_of(config, make_vocab_size_divisible_by=multiple, **options)
+        model_config, layer_context = of_process(config, make_vocab_size_divisible_by=multiple, **options)
         super(MegatronModule, self).__init__(  # our stage, which comes after MegatronModule among the bases
             model_config,
             vocab_size=vocab_size,
             positions=max_sequence_length,
-            context=context_of(model_config, config),
+            context=layer_context,
             **self._layers(spec, config),
             pre_process=pre_process,
             post_process=post_process,
@@ -66,7 +65,7 @@ class MegatronCoreModel(MegatronModule):
 
     def _layers(self, spec: Any, config: Any) -> dict[str, Any]:
         """Return the arguments of our stage that describe its layers."""
-        return {"layers": layers_of_stage(config), "make_layer": make_layer_from_spec(spec, config)}
+        return {"layers": layers_of_stage(config), "spec": spec, "layer_config": config}
 
     @property
     def decoder(self) -> nn.Module:

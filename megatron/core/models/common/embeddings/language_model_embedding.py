@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.common.embeddings.embedding import Embedding
-from megatron.core.transformer.module import context_of, settings_of
+from megatron.core.transformer.module import of_process
 
 
 class LanguageModelEmbedding(Embedding):
@@ -23,19 +23,13 @@ class LanguageModelEmbedding(Embedding):
         position_embedding_type: str = "learned_absolute",
         num_tokentypes: int = 0,
     ):
-        model_config = settings_of(
+        model_config, layer_context = of_process(
             config,
             untie_embeddings_and_output_weights=True,
             position_embedding_type=position_embedding_type,
             make_vocab_size_divisible_by=1,
         )
-        super().__init__(
-            model_config,
-            vocab_size,
-            max_sequence_length,
-            context_of(model_config, config),
-            num_tokentypes=num_tokentypes,
-        )
+        super().__init__(model_config, vocab_size, max_sequence_length, layer_context, num_tokentypes=num_tokentypes)
         self.config = config
         self.max_sequence_length = max_sequence_length
 
