@@ -263,6 +263,8 @@ class SelfAttention(ParallelAttention):
 
         core = {"make_core": make_custom_core} if is_custom_part(submodules.core_attention, DotProductAttention) else {}
         super().__init__(model_config, layer_number - 1, place, **core)
+        if not model_config.ropes:
+            self.rope = 0  # Megatron's config has no positions: it is the model that has, and gives the angles
         self.config = config
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
