@@ -269,11 +269,12 @@ class SelfAttention(ParallelAttention):
         attn_mask_type: Any = AttnMaskType.padding,
         *,
         layer_context: LayerContext | None = None,
+        settings: ModelConfig | None = None,
     ):
         overrides = {}
         if FusedLayerNorm in (submodules.q_layernorm, submodules.k_layernorm):
             overrides["qk_layernorm"] = True
-        model_config, place = of_process(config, layer_context, **overrides)
+        model_config, place = of_process(config, layer_context, settings, **overrides)
 
         def make_custom_core(*_: Any) -> nn.Module:
             return build_module(
@@ -286,6 +287,8 @@ class SelfAttention(ParallelAttention):
 
         core = {"make_core": make_custom_core} if is_custom_part(submodules.core_attention, DotProductAttention) else {}
         super().__init__(model_config, layer_number - 1, place, **core)
+        if not model_config.ropes:
+            self.rope = 0  # Megatron's config has no positions: it is the model that has, and gives the angles
         self.config = config
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
@@ -375,13 +378,14 @@ class CrossAttention(ParallelCrossAttention):
         attn_mask_type: Any = AttnMaskType.padding,
         *,
         layer_context: LayerContext | None = None,
+        settings: ModelConfig | None = None,
     ):
         if [get_module(part) for part in vars(submodules).values()] != CROSS_ATTENTION_PARTS:
             raise NotImplementedError(
                 "CrossAttention: custom submodules are not supported; give CrossAttentionSubmodules with its default "
                 "parts"
             )
-        model_config, place = of_process(config, layer_context)
+        model_config, place = of_process(config, layer_context, settings)
         super().__init__(model_config, layer_number - 1, place)
         self.config = config
         self.attn_mask_type = attn_mask_type

@@ -120,6 +120,7 @@ class DotProductAttention(CoreAttention):
         softmax_scale: float | None = None,
         *,
         layer_context: LayerContext | None = None,
+        settings: ModelConfig | None = None,
         **options: Any,
     ):
         del attn_mask_type, attention_type
@@ -130,7 +131,7 @@ class DotProductAttention(CoreAttention):
             )
         options |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
         requested = {name: value for name, value in options.items() if value is not None}
-        model_config, place = of_process(config, layer_context, **requested)
+        model_config, place = of_process(config, layer_context, settings, **requested)
         super().__init__(model_config, layer_number - 1, place)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:

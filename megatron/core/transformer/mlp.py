@@ -89,12 +89,13 @@ class MLP(ParallelMLP):
         input_size: int | None = None,
         *,
         layer_context: LayerContext | None = None,
+        settings: ModelConfig | None = None,
     ):
         if is_expert or input_size not in (None, config.hidden_size):
             raise NotImplementedError(
                 "MLP: is_expert, and an input_size other than hidden_size, are not supported yet; leave them out"
             )
-        model_config, place = of_process(config, layer_context)
+        model_config, place = of_process(config, layer_context, settings)
         super().__init__(model_config, 0, place)
         self.config = config
         self.linear_fc2.skip_bias_add = True

@@ -54,17 +54,20 @@ def mesh_of_process() -> Mesh:
 
 
 def of_process(
-    config: Any, layer_context: LayerContext | None = None, **options: Any
+    config: Any, layer_context: LayerContext | None = None, settings: ModelConfig | None = None, **options: Any
 ) -> tuple[ModelConfig, LayerContext]:
     """Return our ModelConfig for a config, and the `layer_context`, or the process's where none is given.
 
-    Only here does a layer, or a part of one, ask the process, when it is built. A `ModelConfig` and a `layer_context`
-    are taken as they are, and nothing is asked. options: further fields of ModelConfig, by name.
+    Only here does a layer, or a part of one, ask the process, when it is built. A `ModelConfig` (as config or as
+    settings, our form of it) and a `layer_context` are taken as they are, and nothing is asked. options: further fields
+    of ModelConfig, by name.
     """
-    if isinstance(config, ModelConfig):
-        settings = replace(config, **options) if options else config
-    else:
+    if settings is None and isinstance(config, ModelConfig):
+        settings = config
+    if settings is None:
         settings = settings_of(config, **options)
+    elif options:
+        settings = replace(settings, **options)
     return settings, context_of(settings, config) if layer_context is None else layer_context
 
 

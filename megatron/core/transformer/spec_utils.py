@@ -61,23 +61,33 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def context_arguments(part: type, settings: ModelConfig, layer_context: LayerContext) -> dict[str, Any]:
+    """Return layer_context and settings, by name, for a class whose constructor names the first, or both."""
+    named = inspect.signature(part).parameters
+    if "layer_context" not in named:
+        return {}
+    arguments: dict[str, Any] = {"layer_context": layer_context}
+    if "settings" in named:
+        arguments["settings"] = settings
+    return arguments
+
+
 def build_part(
     spec: Any, settings: ModelConfig, layer_number: int, layer_context: LayerContext, /, **arguments: Any
 ) -> Any:
     """Build a part of a layer: from a `ContextSpec`, or with Megatron's arguments.
 
     settings, layer_number (from 1, over the whole model), layer_context: those of the layer. arguments: which every
-    class of Megatron's must take in this place; it gets layer_number and layer_context if its signature names them.
+    class of Megatron's must take in this place; it gets layer_number besides, if its signature names it, and what
+    `context_arguments` returns.
     """
     if isinstance(spec, ContextSpec):
         return spec.make(settings, layer_number - 1, layer_context)
     part = get_module(spec)
     if isinstance(part, type):
-        named = inspect.signature(part).parameters
-        if "layer_number" in named:
+        if "layer_number" in inspect.signature(part).parameters:
             arguments["layer_number"] = layer_number
-        if "layer_context" in named:
-            arguments["layer_context"] = layer_context
+        arguments |= context_arguments(part, settings, layer_context)
     return build_module(spec, **arguments)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import of_process
 from megatron.core.transformer.norm import Norm
 
@@ -22,9 +23,10 @@ class FusedLayerNorm(Norm):
         *,
         normalization: str = "LayerNorm",
         layer_context: LayerContext | None = None,
+        settings: ModelConfig | None = None,
     ):
         del persist_layer_norm, normalization  # in Megatron's signature
-        model_config, place = of_process(config, layer_context, norm_epsilon=eps)
+        model_config, place = of_process(config, layer_context, settings, norm_epsilon=eps)
         super().__init__(model_config, place, hidden_size)
         self.config = config
 

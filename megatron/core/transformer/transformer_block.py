@@ -24,7 +24,7 @@ from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.numbered_layers import NumberedLayers
 from megatron.core.transformer.recompute import recompute_in_backward
 from megatron.core.transformer.rotary_angles import angles_of_ropes
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, context_arguments, get_module
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     layers_of_stage,
@@ -86,7 +86,7 @@ class TransformerBlock(HoldsActivations, MegatronModule):
         make_layer: MakePart | None = None,
     ):
         super().__init__(config)
-        own_settings, place = of_process(config if settings is None else settings, layer_context)
+        own_settings, place = of_process(config, layer_context, settings)
         tp = place.tp
         self.settings = own_settings
         self.pre_process = pre_process
@@ -282,20 +282,16 @@ def _build_layer(
 ) -> nn.Module:
     """Build a layer: our own, if the spec is None or one of our local specs.
 
-    layer: from 0 over the whole model; position: from 0 in the stage. A script's own layer is built from `config`, our
-    own from `settings`, which may have more.
+    layer: from 0 over the whole model; position: from 0 in the stage. settings: our form of `config`; it may have more.
     """
     has_qk_norm = spec == get_gpt_layer_local_spec(qk_layernorm=True)
     if spec is None or has_qk_norm or spec in (get_gpt_layer_local_spec(), bert_layer_local_spec):
         own_settings = replace(settings, qk_layernorm=True) if has_qk_norm else settings
-        built = TransformerLayer(own_settings, None, layer + 1, layer_context=layer_context)
-        built.config = config
-        return built
-    arguments = {"config": config, "layer_number": position + 1}
+        return TransformerLayer(config, None, layer + 1, layer_context=layer_context, settings=own_settings)
     # a layer that is given its place in the layout counts over the whole model
-    if "layer_context" in signature(get_module(spec)).parameters:
-        arguments = {"config": config, "layer_number": layer + 1, "layer_context": layer_context}
-    built = build_module(spec, **arguments)
+    arguments = context_arguments(get_module(spec), settings, layer_context)
+    number = layer + 1 if arguments else position + 1
+    built = build_module(spec, config=config, layer_number=number, **arguments)
     built.gives_hidden_states = True  # for --inspect
     return built
 

@@ -101,7 +101,8 @@ class TransformerLayer(MegatronModule):
     config: a `TransformerConfig`, or our `ModelConfig`. submodules: default: our parts. layer_number: from 1; over the
     whole model if `layer_context` is given, else within the stage. hidden_dropout: default: the config's. vp_stage:
     index of the stage on this rank; default: the one that is being built. layer_context: the place in the layout;
-    default: that of the process, which is asked once, here.
+    default: that of the process, which is asked once, here. settings: our form of `config`; default: what follows from
+    it.
 
     forward(hidden_states [s, b, h] ([s/t, b, h] under sequence parallelism), attention_mask, context [m, b, h],
     context_mask bool [.., s or 1, m], True where masked, rotary_pos_emb [s, b or 1, 1, width]) -> (hidden states of the
@@ -128,9 +129,10 @@ class TransformerLayer(MegatronModule):
         vp_stage: int | None = None,
         *,
         layer_context: LayerContext | None = None,
+        settings: ModelConfig | None = None,
     ):
         super().__init__(config)
-        settings, place = of_process(config, layer_context)
+        settings, place = of_process(config, layer_context, settings)
         parts = submodules or submodules_of(settings)
         self.submodules_config = parts
         self.vp_stage = vp_stage

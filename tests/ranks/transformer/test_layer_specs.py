@@ -208,6 +208,23 @@ def test_a_spec_normalizes_heads_as_the_config_does(layer):
     run_ranks({}, work)
 
 
+def test_a_scripts_layers_rotate_by_the_models_positions():
+    """The config of Megatron says nothing of them."""
+
+    def work(mesh):
+        config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
+        rope = {"position_embedding_type": "rope", "rotary_percent": 0.5}
+        mine = GPTModel(config, spec_of("a subclass"), VOCAB, SEQ, **rope)
+        ours = GPTModel(config, get_gpt_layer_local_spec(), VOCAB, SEQ, **rope)
+        ours.load_state_dict(dict(mine.named_parameters()))
+        tokens, places = torch.arange(SEQ)[None] % VOCAB, torch.arange(SEQ)[None]
+        mine.eval(), ours.eval()
+        expected = ours(tokens, places, None)
+        torch.testing.assert_close(mine(tokens, places, None), expected, rtol=1e-12, atol=1e-12)
+
+    run_ranks({}, work)
+
+
 @pytest.mark.parametrize("name", ["norms", "parts of parts", "a subclass"])
 def test_a_config_divides_the_sequence_outside_of_a_run(name):
     ranks = run_ranks({"tp": 2}, lambda mesh: trained(mesh, name, steps=1, sp=True))
