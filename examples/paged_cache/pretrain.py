@@ -9,12 +9,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from paged_cache import PagedCache  # noqa: E402
+from paged_cache import PagedCache
 
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.ops.attention.kv_cache import CACHES  # noqa: E402
-from megatron.training import pretrain  # noqa: E402
-from pretrain_gpt import GPTModel, forward_step, model_provider, train_valid_test_datasets_provider  # noqa: E402
+from megatron.core.enums import ModelType
+from megatron.core.ops.attention.kv_cache import CACHES
+from megatron.training import pretrain
+from pretrain_gpt import GPTModel, forward_step, model_provider, train_valid_test_datasets_provider
 
 CACHES["paged"] = PagedCache
 

@@ -363,13 +363,17 @@ def train_rank(
             result = tiny.step(step)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
-        known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, lambda p: p.main_grad, {"sums": tiny.buffers}))
+        known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, _gradient, {"sums": tiny.buffers}))
     tiny.finish_param_gather()
     passing = [buffer for buffer in tiny.buffers if buffer.stage == 3]
     known["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": passing})
     known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
     tiny.close()
     return known
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
 
 
 def pieces_of_chunks(

@@ -1,0 +1,52 @@
+"""Linears of a built model are exchanged before it is wrapped: for adapters, and for products of one's own."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
+
+ParallelLinear = ColumnParallelLinear | RowParallelLinear
+MakeLinear = Callable[[str, ParallelLinear], nn.Module | None]
+
+
+def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
+    """Exchange parallel linears of a model chunk; return the names of those that were exchanged.
+
+    make(name, linear) -> the module in its place, with the same forward; None: the linear stays. It must hold the linear's
+    Parameter objects under their names (`weight`, `bias`), so that seeds, checkpoints and placements stay; it may have
+    more. A model_provider calls this before it returns the model: a DistributedDataParallel moves the parameters into
+    buffers. Nothing is communicated, but every rank must exchange the same linears.
+
+    Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters;
+    then nothing has been exchanged.
+    """
+    wrapped = next((name for name, p in chunk.named_parameters() if slot_of(p) is not None), None)
+    if wrapped is not None:
+        raise RuntimeError(
+            f"replace_linears: {wrapped} is in the buffers of a DistributedDataParallel already; exchange linears before "
+            "the model is wrapped, as in model_provider"
+        )
+
+    # make all first, so that an error leaves the model as it was
+    exchanged: dict[str, nn.Module] = {}
+    for name, linear in list(chunk.named_modules()):
+        if not isinstance(linear, ParallelLinear):
+            continue
+        new = make(name, linear)
+        if new is None or new is linear:
+            continue
+        own = dict(new.named_parameters(recurse=False))
+        for key, parameter in linear.named_parameters(recurse=False):
+            if own.get(key) is not parameter:
+                raise ValueError(
+                    f"replace_linears: the {type(new).__name__} in place of {name} must hold its parameter {key} itself, under "
+                    f"this name; set self.{key} = linear.{key}"
+                )
+        exchanged[name] = new
+
+    for name, new in exchanged.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(path), attribute, new)
+    return list(exchanged)

@@ -1,0 +1,166 @@
+"""The adapters of examples/lora on every linear: any layout trains them as one process does, and the base keeps its bits."""
+
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from same_code import ROOT
+from script_run import trainer_of
+from tiny_run import GPT, GPT2, LLAMA, TINY_GPT2, Layout, Outcome, assert_equal, build_chunks, run
+from torch import nn
+from whole_run import TINY
+
+import pretrain_gpt
+from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.replace_linears import replace_linears
+
+ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)
+LAYOUTS = {
+    "tp sp pp": Layout(tp=2, sp=True, pp=2, m=4),
+    "tp zb": Layout(tp=2, pp=2, m=4, schedule="zb-h1"),
+    "vpp recomputed": Layout(pp=2, v=2, m=4, schedule="interleaved", recompute="uniform 1"),
+    "cp zero 1": Layout(cp=2, dp=2, m=2, data_parallel=ZERO(zero_stage=1)),
+    "zero 2 selective": Layout(tp=2, dp=2, m=2, recompute="selective", data_parallel=ZERO(zero_stage=2)),
+    "zero 3": Layout(dp=2, m=3, data_parallel=DataParallelConfig(zero_stage=3)),
+    "zero 3 sp": Layout(
+        tp=2, sp=True, dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3, overlap_param_gather=True)
+    ),
+}
+
+
+def example(name: str = "lora"):
+    sys.path.insert(0, str(ROOT / "examples" / "lora"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / "lora" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LORA = example()
+
+
+def adapted(config, **parts) -> nn.Module:
+    model = GPT.make(config, **parts)
+    names = LORA.add_lora(model, rank=2, alpha=4.0)
+    assert len(names) == 4 * len(model.language_model.decoder.layers)
+    for name, parameter in model.named_parameters():
+        if "lora_b" in name:  # else A has no gradient in the first step
+            parameter.placement = replace(parameter.placement, init=LORA.Normal(0.1))
+    return model
+
+
+ADAPTED = replace(GPT, make=adapted)
+MODELS = {"gpt2": GPT2, "llama": LLAMA}  # LayerNorm, biases and tied embeddings; grouped queries and a fused gate
+
+
+@cache
+def one_process(model: str) -> Outcome:
+    return run(MODELS[model], Layout(), subject=ADAPTED, steps=2, global_batch=12)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        pytest.param(name, model, marks=[pytest.mark.full] * ((i + j) % 4 > 0))
+        for i, name in enumerate(LAYOUTS)
+        for j, model in enumerate(MODELS)
+        if (i + j) % 2 == 0
+    ],
+)
+def test_every_layout_trains_adapters_as_one_process(name: str, model: str):
+    got, expected = run(MODELS[model], LAYOUTS[name], subject=ADAPTED, steps=2, global_batch=12), one_process(model)
+    assert_equal(got, expected, 1e-10)
+    trained = {key for key, grad in got.grads[-1].items() if grad.abs().max() > 0}
+    assert trained == {key for key in got.weights if "lora" in key} and trained
+
+
+def test_adapters_that_are_zero_change_nothing():
+    def outputs(mesh: Mesh) -> list[torch.Tensor]:
+        ids, positions = torch.arange(8).view(1, 8), torch.arange(8).view(1, 8)
+        results = []
+        for subject in (GPT, replace(GPT, make=lambda config, **parts: _with_lora(GPT.make(config, **parts)))):
+            chunks, _, _ = build_chunks(mesh, TINY_GPT2, Layout(tp=2), subject=subject)
+            results.append(chunks[0].module.eval()(ids, positions))
+        return results
+
+    for plain, with_adapters in run_ranks({"tp": 2}, outputs):
+        assert torch.equal(plain, with_adapters)
+
+
+def _with_lora(model: nn.Module) -> nn.Module:
+    LORA.add_lora(model)
+    return model
+
+
+FLAGS = " --num-layers 2 --hidden-size 8 --num-attention-heads 2 --override-opt_param-scheduler --lr-decay-iters 9 "
+
+
+def train(script, sizes: dict[str, int], flags: str) -> list[dict[str, torch.Tensor]]:
+    def train_rank(mesh: Mesh) -> dict[str, torch.Tensor]:
+        with trainer_of(script, mesh, " ".join(TINY) + FLAGS + flags, predicts=False) as trainer:
+            trainer._train()
+            return {name: p.detach().clone() for chunk in trainer.model for name, p in chunk.module.named_parameters()}
+
+    return run_ranks(sizes, train_rank)
+
+
+def test_a_run_begins_from_a_base_saves_resumes_to_the_bit_and_reshards(tmp_path):
+    own = example("pretrain")
+    parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
+    script = SimpleNamespace(**vars(pretrain_gpt) | parts)
+    train(pretrain_gpt, {}, f" --train-iters 2 --save {tmp_path / 'base'}")
+    begin = f" --lora-rank 2 --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    tp2 = " --tensor-model-parallel-size 2"
+    whole = train(script, {"tp": 2}, f"{begin}{tp2} --train-iters 3 --save {tmp_path / 'whole'}")
+    train(script, {"tp": 2}, f"{begin}{tp2} --train-iters 2 --save {tmp_path / 'half'}")
+    again = train(script, {"tp": 2}, f" --lora-rank 2{tp2} --train-iters 3 --load {tmp_path / 'half'}")
+    for before, after in zip(whole, again, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    (alone,) = train(script, {}, f" --lora-rank 2 --train-iters 3 --load {tmp_path / 'half'}")
+    (base,) = train(pretrain_gpt, {}, f" --train-iters 2 --load {tmp_path / 'base'}")
+    assert all(torch.equal(alone[name], value) for name, value in base.items())  # frozen
+    for name, value in alone.items():
+        if "lora_a" in name and name.endswith(("linear_qkv.lora_a", "linear_fc1.lora_a")):
+            torch.testing.assert_close(value, whole[0][name], rtol=1e-4, atol=1e-6)
+
+
+def test_linears_are_exchanged_before_a_model_is_wrapped_and_with_their_parameters():
+    def work(mesh: Mesh) -> None:
+        chunks, _, _ = build_chunks(mesh, TINY_GPT2, Layout())
+        with pytest.raises(RuntimeError, match="is in the buffers of a DistributedDataParallel already"):
+            replace_linears(chunks[0].module, lambda name, linear: None)
+
+        model = GPT.make(TINY_GPT2, vocab_size=61, layers=range(2), context=chunks[0].module.context)
+        before = dict(model.named_modules())
+        with pytest.raises(ValueError, match=r"in place of .*linear_qkv must hold its parameter weight itself"):
+            replace_linears(model, lambda name, linear: nn.Linear(2, 2))
+        assert dict(model.named_modules()) == before
+        only = lambda name, linear: LORA.ColumnLoRA(linear, 2, 2.0) if name.endswith("fc1") else linear  # noqa: E731
+        assert all(name.endswith("linear_fc1") for name in replace_linears(model, only))
+        assert sum(isinstance(module, ColumnParallelLinear) for module in model.modules()) == 2
+
+    run_ranks({}, work)
+
+
+def test_the_adapter_of_the_page_trains_as_in_one_process():
+    """docs/adding_a_model.md: vectors that multiply the outputs of every linear."""
+    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def add_ia3" in text)
+    names: dict = {}
+    exec(block, names)
+
+    def make(config, **parts) -> nn.Module:
+        model = GPT.make(config, **parts)
+        names["add_ia3"](model)
+        return model
+
+    scaled = partial(run, LLAMA, subject=replace(GPT, make=make), steps=2, global_batch=12)
+    assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
