@@ -13,7 +13,7 @@ from megatron.core.models.T5 import t5_stage
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, without_block
 from megatron.core.transformer.transformer_layer import CROSS_ATTENTION, TransformerLayer, layers_of_stage
 
 _OURS = {
@@ -29,8 +29,7 @@ def _specs_of_stack(stack: str, spec: Any) -> Any:
     its dropout masks differ from those of the layer's self-attention. Raises NotImplementedError for a layer that is no
     `TransformerLayer`.
     """
-    if isinstance(getattr(spec, "submodules", None), TransformerBlockSubmodules):
-        spec = spec.submodules
+    spec = without_block(spec)
     is_list = isinstance(spec, TransformerBlockSubmodules)
     layers = spec.layer_specs if is_list else [spec]
     if all(layer == _OURS[stack] for layer in layers):
