@@ -270,10 +270,15 @@ class LayerGroup(NamedTuple):
     layers: Sequence[nn.Module]
 
 
+def without_block(spec: Any) -> Any:
+    """Return the `TransformerBlockSubmodules` of a block's spec; a layer's spec, or these submodules, as they are."""
+    submodules = getattr(spec, "submodules", None)
+    return submodules if isinstance(submodules, TransformerBlockSubmodules) else spec
+
+
 def _spec_of_layer(spec: Any, position: int) -> Any:
     """Return the spec of the stage's layer at this position; None: of our own layer."""
-    if isinstance(getattr(spec, "submodules", None), TransformerBlockSubmodules):
-        spec = spec.submodules
+    spec = without_block(spec)
     return spec.layer_specs[position] if isinstance(spec, TransformerBlockSubmodules) else spec
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.masks import Documents, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
@@ -68,7 +68,7 @@ _NORM = ContextSpec(lambda config, layer, context: make_norm(config, context))
 _SELF_ATTENTION = ContextSpec(ParallelAttention)
 _MLP = ContextSpec(ParallelMLP)
 # numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention
-_CROSS_ATTENTION = ContextSpec(
+CROSS_ATTENTION = ContextSpec(
     lambda config, layer, context: ParallelCrossAttention(config, config.all_layers + layer, context)
 )
 
@@ -86,7 +86,7 @@ def submodules_of(config: ModelConfig, *, cross_attention: bool = False) -> Tran
         **dict.fromkeys(config.layer_norms, _NORM),
     )
     if cross_attention:
-        parts.cross_attention = _CROSS_ATTENTION
+        parts.cross_attention = CROSS_ATTENTION
         parts.pre_cross_attn_layernorm = _NORM
         parts.cross_attn_bda = get_bias_dropout_add
     return parts
@@ -224,6 +224,11 @@ class TransformerLayer(MegatronModule):
                 return self.self_attention(normed, attention_mask, angles, inference_context)
             if inference_context is not None:
                 raise no_cache_in_custom_layer()
+            if isinstance(attention_mask, MaskWithBias) and not isinstance(self.self_attention, ParallelAttention):
+                raise NotImplementedError(
+                    f"{type(self.self_attention).__name__}: relative positions are not supported for an attention of a "
+                    "script's own; subclass SelfAttention, or set --position-embedding-type learned_absolute"
+                )
             mask = attention_mask.mask if isinstance(attention_mask, Documents) else attention_mask  # [b, 1, s, s]
             # an attention without rotary positions need not take the argument
             rotary = {} if rotary_pos_emb is None else {"rotary_pos_emb": rotary_pos_emb}

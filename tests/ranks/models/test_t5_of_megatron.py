@@ -5,7 +5,8 @@ Every layout gives the losses of one process, in float64; the model computes wha
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -22,14 +23,30 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 
 STACKS: list[tuple[int, bool, bool, bool, bool]] = []  # of each stage that was built: its arguments
 
 
+class Mine(TransformerLayer):
+    """A layer of a script's own, which computes what ours does."""
+
+
+def of_mine(specs: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Every second layer is of a script's own."""
+    layers = [replace(layer, module=Mine) if i % 2 else layer for i, layer in enumerate(specs.layer_specs)]
+    return TransformerBlockSubmodules(layers)
+
+
 def model_provider(
-    pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
+    pre_process: bool = True,
+    post_process: bool = True,
+    add_encoder: bool = True,
+    add_decoder: bool = True,
+    change: Callable = lambda specs: specs,
 ) -> T5Model:
     args = get_args()
     config, encoder_config = (core_transformer_config_from_args(args) for _ in range(2))
@@ -37,8 +54,8 @@ def model_provider(
     model = T5Model(
         config=config,
         encoder_config=encoder_config,
-        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(encoder_config.num_layers),
-        transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(config.num_layers),
+        transformer_encoder_layer_spec=change(get_t5_encoder_with_local_block_spec(encoder_config.num_layers)),
+        transformer_decoder_layer_spec=change(get_t5_decoder_with_local_block_spec(config.num_layers)),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings or args.seq_length,
         pre_process=pre_process,
@@ -143,6 +160,29 @@ def test_untied_it_computes_what_our_model_does():
     (expected,) = run_ranks({}, partial(train, flags=RELATIVE, script=ours))
     for got, losses in zip(one_process(RELATIVE), expected, strict=True):
         assert got == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "layout"),
+    [
+        (RELATIVE, {}, ""),
+        pytest.param("", {"pp": 2, "tp": 2}, f"--pipeline-model-parallel-size 2 {TP}", marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_a_scripts_own_train_as_ours(flags: str, sizes: dict, layout: str):
+    """Dropout included, in both attentions of the decoder."""
+
+    def provider(
+        pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
+    ) -> T5Model:
+        model = model_provider(pre_process, post_process, add_encoder, add_decoder, of_mine)
+        assert any(isinstance(part, Mine) for part in model.modules())
+        return model
+
+    own = SimpleNamespace(**vars(SCRIPT) | {"model_provider": provider})
+    ranks = run_ranks(sizes, partial(train, flags=flags + layout, script=own))
+    for got, losses in zip(ranks[-1], one_process(flags), strict=True):
+        assert got == pytest.approx(losses, rel=1e-10)
 
 
 def test_what_is_not_built_is_refused_by_name():

@@ -98,7 +98,6 @@ FOREIGN = {
     "Megatron's, of a spec or a class in its place": {
         "megatron/core/transformer/spec_utils.py": "module params submodules",
         "megatron/core/transformer/transformer_block.py": "submodules",
-        "megatron/core/models/T5/t5_model.py": "layer_specs",
     },
     "Megatron's, of a script's model": {
         "megatron/core/transformer/module.py": "post_process",

@@ -1,5 +1,6 @@
 """Megatron's `T5Model`, built from two `TransformerConfig`s, the specs of both stacks and the current mesh."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from megatron.core.models.common.megatron_model import MegatronCoreModel
 from megatron.core.models.T5 import t5_stage
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.transformer.transformer_layer import layers_of_stage
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, without_block
+from megatron.core.transformer.transformer_layer import CROSS_ATTENTION, TransformerLayer, layers_of_stage
 
 _OURS = {
     "encoder": get_t5_encoder_with_local_block_spec(1).layer_specs[0],
@@ -19,13 +22,31 @@ _OURS = {
 }
 
 
-def _refuse_custom_layers(**specs: Any) -> None:
-    """Raise NotImplementedError for layer specs that are not ours. specs: of each stack, by its name."""
-    for stack, spec in specs.items():
-        if any(layer != _OURS[stack] for layer in getattr(spec, "layer_specs", [spec])):
+def _specs_of_stack(stack: str, spec: Any) -> Any:
+    """Return the spec of a stack's layers as our block takes it: None if all of them are ours.
+
+    The cross-attention of our decoder spec is ours in a script's own layers, too: it is numbered behind all layers, so
+    its dropout masks differ from those of the layer's self-attention. Raises NotImplementedError for a layer that is no
+    `TransformerLayer`.
+    """
+    spec = without_block(spec)
+    is_list = isinstance(spec, TransformerBlockSubmodules)
+    layers = spec.layer_specs if is_list else [spec]
+    if all(layer == _OURS[stack] for layer in layers):
+        return None
+    specs = []
+    for layer in layers:
+        kind = get_module(layer)
+        if not isinstance(kind, type) or not issubclass(kind, TransformerLayer):
             raise NotImplementedError(
-                f"T5Model: custom layers in the {stack} are not supported; give get_t5_{stack}_with_local_block_spec(n)"
+                f"T5Model: {kind.__name__} is not supported as a layer of the {stack}, as it is no TransformerLayer; "
+                f"give get_t5_{stack}_with_local_block_spec(n), whose layers may have other parts or be of a subclass"
             )
+        parts = layer.submodules
+        if parts.cross_attention == _OURS["decoder"].submodules.cross_attention:
+            parts = replace(parts, cross_attention=CROSS_ATTENTION)
+        specs.append(ModuleSpec(layer.module, layer.params, parts, layer.metainfo))
+    return TransformerBlockSubmodules(specs) if is_list else specs[0]
 
 
 class T5Model(MegatronCoreModel, t5_stage.T5Model):
@@ -38,8 +59,9 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
 
     Masks are True where attention is masked. The first one says which of the encoder's tokens are padding; the decoder
     is causal and attends to all others, so the other two are not read. As in Megatron, with tied weights the logits
-    have a bias, and hidden states are not divided by the root of their width. Building it raises NotImplementedError
-    for rotary positions and a script's own layers, and ValueError for layers that do not fit the run.
+    have a bias, and hidden states are not divided by the root of their width. Layers of a script's own are a
+    `TransformerLayer` of other parts, or of a subclass. Building it raises NotImplementedError for rotary positions and
+    other layers, and ValueError for layers that do not fit the run.
     """
 
     @accepts_defaults_only(pg_collection=None)
@@ -69,7 +91,12 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
             raise NotImplementedError(
                 "T5Model: rotary positions are not supported in a T5; use relative or learned_absolute"
             )
-        _refuse_custom_layers(encoder=transformer_encoder_layer_spec, decoder=transformer_decoder_layer_spec)
+        self._stacks = {
+            "encoder_spec": _specs_of_stack("encoder", transformer_encoder_layer_spec),
+            "decoder_spec": _specs_of_stack("decoder", transformer_decoder_layer_spec),
+            "encoder_config": encoder_config,
+            "decoder_config": config,
+        }
         run = get_global_state().run
         data = None if run is None else run.config.data
         options = {
@@ -114,7 +141,7 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
         encoder_layers = self.encoder_layers
         decoder_layers = config.num_layers
         if state.run is None:
-            return {"layers": layers_of_stage(config, encoder_layers + decoder_layers)}
+            return self._stacks | {"layers": layers_of_stage(config, encoder_layers + decoder_layers)}
         of_run = state.run.config.transformer
         if (encoder_layers, decoder_layers) != (of_run.num_layers, of_run.decoder_layers):
             raise ValueError(
@@ -124,7 +151,7 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
             )
         stages_of_rank = state.mesh.stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
         stage = stages_of_rank[state.virtual_rank or 0]
-        return {"layers": state.run.config.layer_split[stage]}
+        return self._stacks | {"layers": state.run.config.layer_split[stage]}
 
     @property
     def encoder(self) -> nn.Module | None:

@@ -45,9 +45,10 @@ class EncoderDecoder(nn.Module):
     stage in one replica must call.
 
     layers: numbers over the whole model, those of the encoder first; parameter names count each stack from 0.
-    make_layer(config, i, context), make_decoder_layer: build a layer i, over the whole model, of a script's own; the
-    decoder's takes a `CrossAttentionState` for a mask. With a cache, in generation, `decode_next` runs the decoder
-    alone on further tokens.
+    encoder_spec, decoder_spec: of the layers, and encoder_config, decoder_config: from which those are built, see
+    `TransformerBlock`. make_layer(config, i, context), make_decoder_layer: build a layer i, over the whole model, of a
+    script's own; the decoder's takes a `CrossAttentionState` for a mask. With a cache, in generation, `decode_next`
+    runs the decoder alone on further tokens.
     """
 
     def __init__(
@@ -62,6 +63,10 @@ class EncoderDecoder(nn.Module):
         post_process: bool = True,
         make_layer: MakePart | None = None,
         make_decoder_layer: MakePart | None = None,
+        encoder_spec: Any = None,
+        decoder_spec: Any = None,
+        encoder_config: Any = None,
+        decoder_config: Any = None,
     ):
         super().__init__()
         tied = not config.untie_embeddings_and_output_weights
@@ -108,19 +113,22 @@ class EncoderDecoder(nn.Module):
         decoder_layers = [i - num_encoder_layers for i in layers if i >= num_encoder_layers]
         if encoder_layers:
             self.encoder = TransformerBlock(
-                config,
+                config if encoder_config is None else encoder_config,
+                encoder_spec,
                 post_process=encoder_layers[-1] == num_encoder_layers - 1,
                 layers=encoder_layers,
                 layer_context=context,
+                settings=config,
                 make_layer=make_layer,
             )
         if decoder_layers or post_process:
             self.decoder = TransformerBlock(
-                config,
-                ModuleSpec(TransformerLayer, submodules=submodules_of(config, cross_attention=True)),
+                config if decoder_config is None else decoder_config,
+                decoder_spec or ModuleSpec(TransformerLayer, submodules=submodules_of(config, cross_attention=True)),
                 post_process=post_process,
                 layers=decoder_layers,
                 layer_context=context,
+                settings=config,
                 numbered_from=num_encoder_layers,
                 make_layer=make_decoder_layer,
             )
