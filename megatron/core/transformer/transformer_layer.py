@@ -287,9 +287,10 @@ class TransformerLayer(MegatronModule):
         out = block(normed)
         if self.apply_residual_connection_post_layernorm:
             return normed, out
-        output = out[0] if isinstance(out, tuple) else out
-        if self.recomputes_norms and isinstance(norm, Norm) and output.requires_grad:
-            discard_and_recompute(normed, partial(norm, x), until=output)
+        if self.recomputes_norms and isinstance(norm, Norm):
+            output = out[0] if isinstance(out, tuple) else out
+            if output.requires_grad:
+                discard_and_recompute(normed, partial(norm, x), until=output)
         return x, out
 
     def _add_residual(
@@ -301,8 +302,9 @@ class TransformerLayer(MegatronModule):
         the output before the sum. Our `dropout` replaces that of `get_bias_dropout_add`: its masks are the same in
         every layout.
         """
-        normalizes_sum = not _is_absent(norm) and self.norm_placement == "post"
-        normalizes_output = not _is_absent(norm) and not normalizes_sum
+        has_norm = not _is_absent(norm)
+        normalizes_sum = has_norm and self.norm_placement == "post"
+        normalizes_output = has_norm and not normalizes_sum
         is_ours = bda is get_bias_dropout_add
         out = out_with_bias
         if isinstance(out, tuple) and (is_ours or normalizes_output or self.residual_multiplier != 1):

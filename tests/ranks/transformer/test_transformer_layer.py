@@ -141,6 +141,14 @@ def test_a_part_may_be_built_as_ours_are():
     with_values(layer), with_values(by_keyword)
     assert torch.equal(layer(X)[0], by_keyword(X))
 
+    class Own(Half):
+        def forward(self, x: Tensor, mask, angles, cache) -> Tensor:
+            return x / 2 + (0 if mask is None else 1)
+
+    own = ParallelTransformerLayer(CONFIG, 2, context, make_attention=Own, make_mlp=Half)
+    assert own.self_attention.built_from == (CONFIG, 2, context)
+    assert (own(X, torch.ones(1)) - own(X)).abs().max() > 0.1
+
 
 def test_a_part_of_megatrons_gets_the_context_if_it_names_it():
     class Numbered(nn.Module):
@@ -225,6 +233,12 @@ def test_layers_are_named_by_number_and_indexed_by_place():
     layers[1] = nn.Linear(9, 1)
     layers["6"] = nn.Linear(2, 1)
     assert widths(layers) == [4, 9, 2] and list(layers.keys()) == ["4", "5", "6"]
+    layers.append(nn.Linear(7, 1)).extend([nn.Linear(8, 1)])
+    del layers[0], layers["6"]
+    assert widths(layers) == [9, 7, 8] and list(layers.keys()) == ["5", "7", "8"]
+    assert layers.pop(-1).in_features == 8 and widths(NumberedLayers({}).append(nn.Linear(3, 1))) == [3]
+    with pytest.raises(NotImplementedError, match="named by their numbers"):
+        layers.insert(0, nn.Linear(1, 1))
     with pytest.raises(IndexError):
         layers[3]
     with pytest.raises(KeyError):
