@@ -80,6 +80,11 @@ def load_model(
         )
 
     # build this rank's stage; matmul modes are measured again, since the checkpoint may come from another CPU
+    if "frozen" in checkpoint.state:
+        raise ConfigError(
+            f"{checkpoint.folder} holds what was trained alone, without its base (--no-save-frozen); save a checkpoint "
+            "with the base, by a run that loads both and has no --no-save-frozen"
+        )
     mesh = mesh or single_rank_mesh()
     asked = "measure" if config.cpu_half_products == "auto" else config.cpu_half_products
     matmul_modes, _ = select_matmul_modes(config.params_dtype, device, mesh["world"], requested=asked)

@@ -169,6 +169,11 @@ class CheckpointConfig(FlagConfig):
     save_optim: bool = option(
         True, "do not save optimizer state; resuming from such a checkpoint needs --no-load-optim"
     )
+    save_frozen: bool = option(
+        True,
+        "do not save parameters that are not trained, such as the base of adapters; resuming from such a checkpoint "
+        "needs the base as --pretrained-checkpoint",
+    )
     pretrained_checkpoint: str | None = option(
         None,
         "checkpoint folder for the initial weights, used only if --load has no checkpoint; implies --finetune",

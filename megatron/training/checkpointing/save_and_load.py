@@ -35,6 +35,7 @@ from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing import compatibility, non_persistent_checkpoint, tokenizer_compatibility
+from megatron.training.checkpointing.frozen_weights import FROZEN, frozen_names, frozen_state, load_base
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
 from megatron.training.checkpointing.model_name import model_name
@@ -104,7 +105,11 @@ def _tensors_and_buffer_records(
     optimizer_state = {}
     if runtime.config.checkpoint.save_optim:
         optimizer_state = sharded_optimizer_state(optimizer, mesh)
-    return sharded_model_state(chunks, mesh) | buffers | optimizer_state, records
+    model = sharded_model_state(chunks, mesh)
+    if not runtime.config.checkpoint.save_frozen:
+        left_out = frozen_names(chunks)
+        model = {name: tensor for name, tensor in model.items() if name not in left_out}
+    return model | buffers | optimizer_state, records
 
 
 def checkpoint_contents(
@@ -125,6 +130,7 @@ def checkpoint_contents(
     log_text = collectives.broadcast_text(json.dumps(log_state), world, device, source=mesh.reporter())
     lost = changed_extra_states(chunks, world, device)
     tensors, buffers = _tensors_and_buffer_records(runtime, chunks, optimizer)
+    frozen = None if runtime.config.checkpoint.save_frozen else frozen_state(chunks, mesh, device)
 
     # everything that is no collective; the manifest lists the keys in this order
     json_state: dict[str, Any] = {"train": state.as_json(), "checkpoints": state.checkpoints}
@@ -147,6 +153,8 @@ def checkpoint_contents(
     json_state[BUFFERS] = buffers
     if lost:
         json_state[LOST_BUFFERS] = lost
+    if frozen is not None:
+        json_state[FROZEN] = frozen
     return tensors, json_state
 
 
@@ -303,6 +311,10 @@ def _load_checkpoint(
 
     # refuse other parameters and other optimizer state
     parameters = sharded_model_state(chunks, mesh)
+    if FROZEN in checkpoint.state:
+        load_base(chunks, parameters, config, checkpoint.state[FROZEN], source, mesh, device)
+        of_base = frozen_names(chunks)
+        parameters = {name: tensor for name, tensor in parameters.items() if name not in of_base}
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
         checkpoint = compatibility.with_current_names(parameters, checkpoint, world, device)

@@ -17,6 +17,7 @@ from torch import nn
 from whole_run import TINY
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
@@ -164,3 +165,29 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
 
     scaled = partial(run, LLAMA, subject=replace(GPT, make=make), steps=2, global_batch=12)
     assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
+
+
+def test_adapters_are_saved_alone_and_need_their_own_base(tmp_path):
+    own = example("pretrain")
+    parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
+    script = SimpleNamespace(**vars(pretrain_gpt) | parts)
+    for name, seed in (("base", 1), ("other", 2)):
+        train(pretrain_gpt, {}, f" --train-iters 1 --seed {seed} --save {tmp_path / name}")
+    base = f" --lora-rank 2 --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    tp2 = " --tensor-model-parallel-size 2"
+    whole = train(script, {"tp": 2}, f"{base}{tp2} --train-iters 3 --save {tmp_path / 'whole'}")
+    train(script, {"tp": 2}, f"{base}{tp2} --train-iters 2 --no-save-frozen --save {tmp_path / 'adapters'}")
+    saved = load_whole_tensors(tmp_path / "adapters")
+    assert all("lora" in name for name in saved if name.startswith("model/")) and any("lora" in name for name in saved)
+
+    resume = f" --lora-rank 2 --train-iters 3 --load {tmp_path / 'adapters'}"
+    again = train(script, {"tp": 2}, f"{resume}{tp2} --pretrained-checkpoint {tmp_path / 'base'}")
+    for before, after in zip(whole, again, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    (alone,) = train(script, {}, f"{resume} --pretrained-checkpoint {tmp_path / 'base'}")  # in another layout, too
+    (of_base,) = train(pretrain_gpt, {}, f" --train-iters 1 --load {tmp_path / 'base'}")
+    assert all(torch.equal(alone[name], value) for name, value in of_base.items())
+    with pytest.raises(RuntimeError, match="give the base model as --pretrained-checkpoint"):
+        train(script, {}, resume)
+    with pytest.raises(RuntimeError, match="is not the base of --load"):
+        train(script, {}, f"{resume} --pretrained-checkpoint {tmp_path / 'other'}")
