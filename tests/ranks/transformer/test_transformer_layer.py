@@ -420,3 +420,16 @@ def test_a_recomputed_norm_is_there_for_a_second_loss_of_its_block():
     expected = grads(CONFIG)
     got = grads(replace(CONFIG, recompute_granularity="selective", recompute_modules=["layernorm"]))
     assert all(torch.equal(got[name], grad) for name, grad in expected.items())
+
+
+def test_a_layer_with_a_part_of_a_scripts_own_takes_a_cache():
+    """If its attention is ours: the logits of the last token are those of the whole text."""
+    context = place()
+    model = by_spec(GPT2, vocab_size=16, layers=range(2), context=context)
+    with_values(model).eval()
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        expected = model(ids, ids)[:, -1:]  # [b, 1, v]
+        cache = context.cache([0], SEQ, "cpu")
+        model(ids[:, :4], ids[:, :4], cache=cache)
+        torch.testing.assert_close(model(ids[:, 4:], ids[:, 4:], cache=cache), expected, rtol=1e-12, atol=1e-12)
