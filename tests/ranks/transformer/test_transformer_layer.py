@@ -389,3 +389,47 @@ def test_a_model_with_a_part_in_its_spec_trains_as_in_one_process(layout: Layout
     config = replace(GPT2, norm_placement="sandwich")
     expected = run(config, Layout(), subject=replace(GPT, make=by_make_layer))
     assert_equal(run(config, layout, subject=replace(GPT, make=by_spec)), expected, 1e-10)
+
+
+class Routed(nn.Module):
+    """An MLP whose router reads the norm's output for a loss of its own, which is another root of the backward."""
+
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
+        super().__init__()
+        self.mlp = ParallelMLP(config, layer, context)
+        self.router = nn.Linear(config.hidden_size, 3, dtype=torch.float64)
+        self.loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = self.router(x).softmax(-1).square().sum()
+        return self.mlp(x)
+
+
+def test_a_recomputed_norm_is_there_for_a_second_loss_of_its_block():
+    """The memory of norm(x) is filled again before the block's backward, and the other loss's reads it too."""
+
+    def grads(config: ModelConfig) -> dict[str, Tensor]:
+        parts = submodules_of(config)
+        parts.mlp = ContextSpec(Routed)
+        spec = ModuleSpec(TransformerLayer, submodules=parts)
+        block = with_values(TransformerBlock(config, spec, layers=range(3), layer_context=place()))
+        out = block(X, None)
+        torch.autograd.backward([*(layer.mlp.loss for layer in block.layers), out.square().sum()])
+        return {name: p.grad for name, p in block.named_parameters()}
+
+    expected = grads(CONFIG)
+    got = grads(replace(CONFIG, recompute_granularity="selective", recompute_modules=["layernorm"]))
+    assert all(torch.equal(got[name], grad) for name, grad in expected.items())
+
+
+def test_a_layer_with_a_part_of_a_scripts_own_takes_a_cache():
+    """If its attention is ours: the logits of the last token are those of the whole text."""
+    context = place()
+    model = by_spec(GPT2, vocab_size=16, layers=range(2), context=context)
+    with_values(model).eval()
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        expected = model(ids, ids)[:, -1:]  # [b, 1, v]
+        cache = context.cache([0], SEQ, "cpu")
+        model(ids[:, :4], ids[:, :4], cache=cache)
+        torch.testing.assert_close(model(ids[:, 4:], ids[:, 4:], cache=cache), expected, rtol=1e-12, atol=1e-12)
