@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
@@ -91,17 +92,15 @@ class StepWork:
         if not self.buffers_before:
             self.buffers_before.extend(chunk.buffer_values() for chunk in chunks)
 
-        # clear the gradient buffers
+        # begin the gradients; with a loss scale the sum over all tokens would leave float16's range
+        gradients = GradientStep(chunks)
+        if scaler is not None:
+            step_tokens = pipeline.batch.nominal_tokens * self.num_microbatches * pipeline.mesh.tokens.size
+            gradients = GradientStep(chunks, loss_scale=scaler.scale, nominal_tokens=step_tokens)
         for chunk in chunks:
             if not chunk.training:  # only after a validation, since train() visits every module
                 chunk.train()
-            chunk.zero_grad_buffer(self.num_microbatches)
-
-        # choose the factor of the loss; a sum over all tokens would leave float16's range, hence the division
-        loss_scale = 1.0
-        if scaler is not None:
-            step_tokens = pipeline.batch.nominal_tokens * self.num_microbatches * pipeline.mesh.tokens.size
-            loss_scale = scaler.scale / step_tokens
+        gradients.begin(self.num_microbatches)
 
         # run all forwards and backwards in the order of the schedule
         with self.timers("forward-backward"):
@@ -109,7 +108,7 @@ class StepWork:
                 self.data_iterators,
                 self.first_sample,
                 num_microbatches=self.num_microbatches,
-                loss_scale=loss_scale,
+                loss_scale=gradients.objective_scale,
                 forward_step=forward_step,
             )
         self.empty(1)
@@ -119,13 +118,11 @@ class StepWork:
 
         # complete the gradients: wait for their reduction, and sum those of tied embeddings
         with self.timers("all-grads-sync"):
-            for chunk in chunks:
-                chunk.finish_grad_reduce()
+            gradients.finish(shared.tokens)
 
         # compute the norm, and the factor that divides by the tokens, unscales and clips
-        tokens = shared.tokens or 1.0  # a step that counts no token has no mean
         with self.timers("optimizer-clip-main-grad"):
-            norm, factor = self.optimizer.clip_factor(tokens * loss_scale)
+            norm, factor = self.optimizer.clip_factor(gradients.divisor)
         return StepFigures(shared, norm, factor, totals)
 
 

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.sharded_buffers import buffers_of_model, s
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gathered_parameters import full_state_dict, sync_module_states
+from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
@@ -159,7 +160,8 @@ class Engine(nn.Module):
 
     def _begin_step(self) -> None:
         """Clear the gradients for the next `accumulation` micro batches."""
-        self.chunk.zero_grad_buffer(self.settings.accumulation)
+        self._gradients = GradientStep([self.chunk])
+        self._gradients.begin(self.settings.accumulation)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward, with its own shapes. In stage 3 every rank must call, also to evaluate."""
@@ -181,7 +183,8 @@ class Engine(nn.Module):
         if loss.numel() != 1:
             raise ValueError(f"engine.backward(loss): the loss has shape {tuple(loss.shape)}; it must be one number")
         self.chunk.begin_microbatch(self.micro_steps % self.settings.accumulation, backward=True)
-        factor = self.optimizer.loss_scale / (self.settings.accumulation if scale_wrt_gas else 1)
+        self._gradients.loss_scale = self.optimizer.loss_scale  # a checkpoint may have been loaded since the step began
+        factor = self._gradients.objective_scale / (self.settings.accumulation if scale_wrt_gas else 1)
 
         # multiply in float32: the scaled loss may leave float16's range
         wide_loss = loss
@@ -208,9 +211,9 @@ class Engine(nn.Module):
 
     def _update(self, **lr_kwargs: Any) -> None:
         # reduce, clip and update; a gradient that overflows its loss scale is skipped
-        self.chunk.finish_grad_reduce()
-        divisor = float(self.mesh.samples.size) if self.settings.takes_mean else 1.0
-        updated = self.optimizer.update(divisor)
+        # a rank's objectives are its share of the mean over micro batches, so each rank counts as one token
+        self._gradients.finish(float(self.mesh.samples.size) if self.settings.takes_mean else 1.0)
+        updated = self.optimizer.update(self._gradients.divisor)
         if updated:
             self.chunk.gather_params()
             if self.lr_scheduler is not None:

@@ -8,6 +8,7 @@
     zero, zero3_param_fetcher, released_tensors          when gradients are reduced, and parameters gathered and
                                                          released
     zero_init, gathered_parameters                       a model built shard by shard; full parameters of a sharded one
+    gradient_step                                        the protocol of a step's gradients, and their divisor
     finalize_model_grads, params_norm_and_zeros          the last reductions of a step; norms over all ranks
     fixed_order_reduce, collective_order                 sums in one order for any number of ranks; a check of the
                                                          order of collectives

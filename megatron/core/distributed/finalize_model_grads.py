@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.core.base.lazy_imports import make_callable, names_of_megatron
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
 
@@ -26,9 +27,9 @@ def finalize_model_grads(
     pg_collection, force_all_reduce: accepted without effect; the chunks know their groups.
     """
     chunks = [chunk for chunk in model if not chunk.is_complete]
-    for chunk in chunks:
-        chunk.finish_grad_reduce()
+    gradients = GradientStep(chunks)
     if num_tokens is None or not chunks:
+        gradients.finish(0.0)
         return
     mesh = chunks[0].mesh
     # Only the last stage knows the tokens; elsewhere a caller's number would be counted again.
@@ -36,8 +37,8 @@ def finalize_model_grads(
     total = torch.as_tensor(counted, dtype=torch.float64).detach().reshape(1).clone().to(get_global_state().device)
     for axis in (mesh.tokens, mesh["pp"]):
         collectives.all_reduce(total, axis)
-    for chunk in chunks:
-        chunk.scale_gradients(1.0 / (total.item() or 1.0))
+    gradients.finish(total.item())
+    gradients.divide_gradients()
 
 
 # Importing this module sets `megatron.core.distributed.finalize_model_grads` to the module; so it can be called too.

@@ -90,6 +90,10 @@ class DataParallelChunkInterface(nn.Module):
     plain module to them.
     """
 
+    def zero_grad_buffer(self, num_microbatches: int | None = None) -> None:
+        """Forget the gradients of the last step. num_microbatches: of the next."""
+        raise NotImplementedError
+
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """Prepare for a forward or backward of this microbatch."""
         raise NotImplementedError

@@ -114,7 +114,7 @@ class MegatronOptimizer(FlatOptimizerWithParamGroups):
         zeros = None
         if self.config.log_num_zeros_in_grad:
             zeros = num_zeros_in_grad(self.chunks, self.flat.mesh, self.flat.device)
-        if not self.update(1.0):
+        if not self.update(self.loss_scale):
             return False, None, None
         for chunk in self.chunks:
             chunk.gather_params()

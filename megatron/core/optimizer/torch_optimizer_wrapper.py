@@ -172,10 +172,11 @@ class FlatOptimizerWithParamGroups:
     def update(self, divisor: float) -> bool:
         """Update once with the gradient / `divisor`. Returns False if the scaled gradient overflowed: nothing changed.
 
-        Every rank must call. Raises FloatingPointError for a norm that is not finite, unless the loss scale can fall.
+        Every rank must call. divisor: of the gradients in the buffers, which contain the loss scale
+        (`GradientStep.divisor`). Raises FloatingPointError for a norm that is not finite, unless the loss scale can fall.
         """
         scaler = self.flat.scaler
-        self.norm, factor = self.flat.clip_factor(divisor * self.loss_scale)
+        self.norm, factor = self.flat.clip_factor(divisor)
         self.overflow = not math.isfinite(self.norm)
         if self.overflow and (scaler is None or not scaler.can_fall):
             advice = "Lower the rate, check the data"

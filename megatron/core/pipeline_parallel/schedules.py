@@ -21,6 +21,7 @@ from torch import nn
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import SampleDropoutKeys, own_dropout_keys
@@ -284,26 +285,19 @@ def run_step(
         pipeline.run(data, first_sample, training=False)
         return reports
 
-    # forwards and backwards With a loss scale the loss is divided by the tokens before the backward: a sum over tokens
-    # could overflow float16.
-    nominal_tokens = 1
+    # the caller has cleared the gradients; with a loss scale the sum over all tokens would leave float16's range
+    gradients = GradientStep(chunks)
     if loss_scale is not None:
-        nominal_tokens = batch.nominal_tokens * batch.num_microbatches * mesh.tokens.size
-    totals = pipeline.run(data, first_sample, loss_scale=(loss_scale or 1.0) / nominal_tokens)
+        step_tokens = batch.nominal_tokens * batch.num_microbatches * mesh.tokens.size
+        gradients = GradientStep(chunks, loss_scale=loss_scale, nominal_tokens=step_tokens, keeps_loss_scale=True)
 
-    # divide by the counted tokens, of which the nominal tokens have been divided out already
-    tokens = max(pipeline.share_totals(totals).tokens, 1.0)
-    factor = 1.0 / (tokens * (1 / nominal_tokens))
+    # forwards and backwards, then the mean over the counted tokens
+    totals = pipeline.run(data, first_sample, loss_scale=gradients.objective_scale)
+    tokens = pipeline.share_totals(totals).tokens
     if before_reduce is not None:
         before_reduce(list(chunks))
-    for chunk in chunks:
-        if isinstance(chunk, DataParallelChunkInterface):
-            chunk.finish_grad_reduce()
-            chunk.scale_gradients(factor)
-            continue
-        for parameter in chunk.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    gradients.finish(tokens)
+    gradients.divide_gradients()
     return reports
 
 
