@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.datasets.counted_batches import sum_if_known, tokens_of_batch
+
 
 class RewindableBatches:
     """An iterator that caches what it returned since `begin`.
@@ -22,6 +24,13 @@ class RewindableBatches:
 
     def rewind(self) -> None:
         self._next = 0
+
+    def num_tokens(self, num_batches: int) -> float | None:
+        """Return the sum of `loss_mask` over the next batches; None if they have none."""
+        end = self._next + num_batches
+        while len(self.kept) < end:
+            self.kept.append(next(self._batches))
+        return sum_if_known([tokens_of_batch(batch) for batch in self.kept[self._next : end]])
 
     def __iter__(self) -> "RewindableBatches":
         return self

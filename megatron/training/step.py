@@ -24,6 +24,7 @@ class StepResult:
     """The reported numbers of one step.
 
     losses: means by name, on the ranks of the last stage; empty on the others. A loss that counted no token is absent.
+    Auxiliary losses are among them: means over samples, and over the layers that add them.
     """
 
     losses: dict[str, float]
@@ -32,6 +33,9 @@ class StepResult:
     skipped: bool = False  # no parameter changed
     overflowed: bool = False  # the scaled gradient overflowed, which a smaller loss scale repairs
     loss_is_finite: bool = True  # in every microbatch of every rank
+    aux_by_layer: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # as in `SharedTotals`
+    weighed_tokens: float | None = None  # against which auxiliary losses were weighed; None: the model has none
+    tokens: float = 0.0  # that `loss_func` counted
 
     @property
     def is_nan(self) -> bool:
@@ -48,6 +52,7 @@ class StepFigures(NamedTuple):
     norm: float  # of the whole gradient, before clipping
     factor: float  # multiplies the gradients in the update: 1 / tokens, and clipping
     rank_totals: LossTotals  # of this rank alone, if it runs the last stage
+    weighed_tokens: float | None = None  # against which auxiliary losses were weighed; None: the model has none
 
 
 _NO_TIMERS = Timers()
@@ -101,6 +106,7 @@ class StepWork:
             if not chunk.training:  # only after a validation, since train() visits every module
                 chunk.train()
         gradients.begin(self.num_microbatches)
+        pipeline.weigh_aux_losses(gradients, self.data_iterators, self.num_microbatches)
 
         # run all forwards and backwards in the order of the schedule
         with self.timers("forward-backward"):
@@ -109,6 +115,7 @@ class StepWork:
                 self.first_sample,
                 num_microbatches=self.num_microbatches,
                 loss_scale=gradients.objective_scale,
+                aux_weight=gradients.aux_weight,
                 forward_step=forward_step,
             )
         self.empty(1)
@@ -123,7 +130,7 @@ class StepWork:
         # compute the norm, and the factor that divides by the tokens, unscales and clips
         with self.timers("optimizer-clip-main-grad"):
             norm, factor = self.optimizer.clip_factor(gradients.divisor)
-        return StepFigures(shared, norm, factor, totals)
+        return StepFigures(shared, norm, factor, totals, gradients.weighed_tokens)
 
 
 class NonFiniteStepGuard:
@@ -232,6 +239,9 @@ def train_step(
         skipped=skipped,
         overflowed=overflowed,
         loss_is_finite=loss_is_finite,
+        aux_by_layer=figures.shared.aux_by_layer,
+        weighed_tokens=figures.weighed_tokens,
+        tokens=figures.shared.tokens,
     )
 
 

@@ -12,7 +12,7 @@ format of every run.
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gathered_parameters import full_state_dict, sync_module_states
 from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
+from megatron.core.ops.aux_losses import AuxLoss, AuxLossMeans, AuxLossTotals, declared_aux_losses, objective_of
 from megatron.core.ops.main_grad_interface import slot_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
 from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.torch_optimizer_wrapper import FlatOptimizerWithParamGroups
+from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.checkpointing.save_and_load import read_tensors
 
@@ -75,6 +77,7 @@ class Engine(nn.Module):
     optimizer: torch's Adam, AdamW or SGD, or (name in OPTIMIZERS, groups). Parameters in none of its groups are frozen.
     lr_scheduler: an object whose `step()` is called after each update.
 
+    aux_losses: means of the last step's auxiliary losses, by name; aux_losses_by_layer: name -> layer number -> mean.
     global_steps: updates and skipped ones; skipped_steps: overflows of the loss scale; micro_steps: calls of `step`.
     """
 
@@ -148,6 +151,12 @@ class Engine(nn.Module):
         )
         self.optimizer = self.make_optimizer(flat, groups)
 
+        # the auxiliary losses of its layers
+        self._declared_aux_losses = declared_aux_losses([module])
+        self._collected_aux_losses: list[AuxLoss] = []  # by the forwards since the last backward
+        self.aux_losses: dict[str, float] = {}
+        self.aux_losses_by_layer: dict[str, dict[int, float]] = {}
+
         # begin the first step
         self._has_forward = False  # whether there was a forward with gradients since the last backward
         self._backwards = 0  # since the last step
@@ -162,6 +171,10 @@ class Engine(nn.Module):
         """Clear the gradients for the next `accumulation` micro batches."""
         self._gradients = GradientStep([self.chunk])
         self._gradients.begin(self.settings.accumulation)
+        self._collected_aux_losses = []
+        self._aux_totals: AuxLossTotals | None = None  # of this rank's micro batches
+        if self._declared_aux_losses:
+            self._aux_totals = AuxLossTotals(self._declared_aux_losses[0], self.device)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward, with its own shapes. In stage 3 every rank must call, also to evaluate."""
@@ -172,12 +185,20 @@ class Engine(nn.Module):
         if self.settings.casts_inputs:
             inputs = _half(inputs)
             options = _half(options)
-        return self.chunk(*inputs, **options)
+        with ExitStack() as collecting:
+            collected = []
+            if self.training and torch.is_grad_enabled():
+                collected = [collecting.enter_context(aux.collecting()) for aux in self._declared_aux_losses]
+            result = self.chunk(*inputs, **options)
+        for aux in collected:
+            self._collected_aux_losses += aux
+        return result
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of `loss` x loss scale / accumulation steps; returns the loss. Every rank must call.
 
-        Several losses may be added before a `step`. loss: one number, [] or [1]; ValueError for any other shape.
+        Auxiliary losses that the forwards since the last backward have added are part of the loss; the result is
+        without them. Several losses may be added before a `step`. loss: one number, [] or [1]; ValueError for any other shape.
         scale_wrt_gas: False: the script has divided by the accumulation steps.
         """
         if loss.numel() != 1:
@@ -190,7 +211,14 @@ class Engine(nn.Module):
         wide_loss = loss
         if loss.dtype in (torch.float16, torch.bfloat16):
             wide_loss = loss.float()
-        (wide_loss * factor).backward(retain_graph=retain_graph)
+        roots = [wide_loss * factor]
+        aux_objective = objective_of(self._collected_aux_losses)  # []
+        if aux_objective is not None:  # in the same backward: a second one would compute recomputed layers twice
+            roots.append(aux_objective * factor)
+        if self._aux_totals is not None:
+            self._aux_totals.add(self._collected_aux_losses)
+        self._collected_aux_losses = []
+        torch.autograd.backward(roots, retain_graph=retain_graph)
         self._has_forward = False
         self._backwards += 1
         return loss
@@ -214,6 +242,7 @@ class Engine(nn.Module):
         # a rank's objectives are its share of the mean over micro batches, so each rank counts as one token
         self._gradients.finish(float(self.mesh.samples.size) if self.settings.takes_mean else 1.0)
         updated = self.optimizer.update(self._gradients.divisor)
+        self._share_aux_losses()
         if updated:
             self.chunk.gather_params()
             if self.lr_scheduler is not None:
@@ -225,6 +254,15 @@ class Engine(nn.Module):
         self.global_steps += 1
         self.global_samples += self.settings.micro_batch * self.settings.accumulation * self.mesh.samples.size
         self._begin_step()
+
+    def _share_aux_losses(self) -> None:
+        """Set the means of the step's auxiliary losses over all ranks. Every rank must call."""
+        if self._aux_totals is None:
+            return
+        sums = collectives.all_reduce(self._aux_totals.sums.flatten(), self.mesh.samples)  # [layers x names x 2]
+        means = AuxLossMeans.from_sums(self._aux_totals.names, sums.cpu().tolist())
+        self.aux_losses = means.means
+        self.aux_losses_by_layer = means.by_layer
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates."""

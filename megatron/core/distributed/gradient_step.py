@@ -1,6 +1,7 @@
 """The protocol of one step's gradients, for every kind of loop: cleared, scaled, accumulated, reduced, divided.
 
     begin(num_microbatches)              clear the gradients of the last step
+    weigh_aux_losses(tokens, ...)        of a model with auxiliary losses, before the first forward
     objective_scale                      multiplies each objective before its backward
     begin_microbatch, start_grad_reduce  around the forwards and backwards, of the chunks themselves
     finish(tokens)                       wait for the reduction of all chunks
@@ -44,6 +45,8 @@ class GradientStep:
         self.loss_scale = loss_scale
         self.nominal_tokens = nominal_tokens
         self.keeps_loss_scale = keeps_loss_scale
+        self.aux_weight = 0.0  # of coefficient x value of an auxiliary loss in one microbatch of one replica, in tokens
+        self.weighed_tokens: float | None = None  # the step's tokens that auxiliary losses were weighed against
         self._tokens: float | None = None  # of the step, over all ranks; None: not finished
 
     @property
@@ -59,6 +62,14 @@ class GradientStep:
         self._tokens = None
         for chunk in self._in_buffers():
             chunk.zero_grad_buffer(num_microbatches)
+
+    def weigh_aux_losses(self, tokens: float, num_microbatches: int) -> None:
+        """Weigh auxiliary losses so that the objective has their mean over microbatches. Called before the first forward.
+
+        tokens: those that `finish` will be told, as far as known. num_microbatches: of the step, over all replicas.
+        """
+        self.weighed_tokens = tokens
+        self.aux_weight = (tokens or 1.0) / num_microbatches
 
     def finish(self, tokens: float) -> None:
         """Wait for the sums of all gradients over the ranks, those of tied embeddings too. Every rank must call.

@@ -17,8 +17,8 @@ POST_B1.0 and the SENT that end the sends):
 All of these have the shapes and dtypes of the boundary between two stages, for most models one tensor [s, b, h].
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
+from megatron.core.ops.aux_losses import AuxLosses, AuxLossTotals, objective_of
 from megatron.core.ops.deferred_wgrad import WeightGradStore, Work
 from megatron.core.parallel.stage_map import StageMap
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, parse_loss_tuple, read_step
@@ -47,6 +48,7 @@ class Executor:
     around(action): returns a context for each action, such as a timer or a profiler range.
     weight_grads: the store of the chunks' linear layers, for schedules that defer weight gradients.
     nominal_tokens: tokens of a full microbatch, the weight of a loss that is a mean.
+    aux_losses: what the layers of the chunks add to the objective; aux_weight: the weight of one forward's, in tokens.
     """
 
     chunks: Mapping[int, nn.Module]
@@ -60,6 +62,9 @@ class Executor:
     weight_grads: WeightGradStore = field(default_factory=WeightGradStore)
     nominal_tokens: float = 1.0
     around: Callable[[Action], AbstractContextManager] = nullcontext
+    aux_losses: Sequence[AuxLosses] = ()
+    device: torch.device | str = "cpu"
+    aux_weight: float = 0.0
 
     def __post_init__(self) -> None:
         self.inputs: dict[Key, tuple[_Input, ...]] = {}  # until the backward has taken their gradients
@@ -81,6 +86,8 @@ class Executor:
         self.training = training
         self.loss_scale = loss_scale
         self.totals = LossTotals()
+        if training and self.aux_losses:
+            self.totals.aux = AuxLossTotals(self.aux_losses[0], self.device)
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
                 try:
@@ -120,8 +127,12 @@ class Executor:
         chunk.set_input_tensor(inputs[0] if len(inputs) == 1 else inputs or None)
         del inputs  # the executor keeps no reference, so the chunk can free its input early
 
-        # run the script's forward step
-        output, loss_func = read_step(self.forward_step(self.data_iterators[stage], chunk), is_last=is_last)
+        # run the script's forward step; its layers may add auxiliary losses
+        with ExitStack() as collecting:
+            collected = []
+            if self.training:
+                collected = [collecting.enter_context(aux_losses.collecting()) for aux_losses in self.aux_losses]
+            output, loss_func = read_step(self.forward_step(self.data_iterators[stage], chunk), is_last=is_last)
         chunk.set_input_tensor(None)  # the chunk would keep its input alive until its next microbatch
 
         # compute the loss on the last stage
@@ -138,6 +149,11 @@ class Executor:
             self.roots[key] = outputs
         else:
             self.roots[key] = tuple(_root(x) for x in outputs)
+        for aux in collected:
+            self.totals.aux.add(aux)
+            objective = objective_of(aux)  # []
+            if objective is not None:  # one more root, since two backwards would compute recomputed layers twice
+                self.roots[key] += (objective * (self.aux_weight * self.loss_scale),)
 
         # hand the output to the next stage: on this rank at once, to another rank by SEND_F
         if stage + 1 in self.chunks:
@@ -157,10 +173,9 @@ class Executor:
 
         # run the backward from the stage's outputs
         roots = self.roots.pop(key)
-        output_grads = (None,) * len(roots)  # a loss is a scalar, whose backward starts with 1
-        if stage != self.stages.last:
-            output_grads = self.grads.pop(key)
-        pairs = [(root, grad) for root, grad in zip(roots, output_grads) if root is not None]
+        output_grads = () if stage == self.stages.last else self.grads.pop(key)
+        output_grads += (None,) * (len(roots) - len(output_grads))  # a loss is a scalar, whose backward starts with 1
+        pairs = [(root, grad) for root, grad in zip(roots, output_grads, strict=True) if root is not None]
         inputs = self.inputs.pop(key, ())
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.ops.aux_losses import AuxLossTotals
+
 ForwardStep = Callable[[Iterator | None, Any], tuple[Any, Callable[[Any], Any]]]  # Megatron's: (data iterator, model)
 
 
@@ -111,12 +113,14 @@ def _as_pair(entry: Any, device: torch.device) -> Tensor:
 class LossTotals:
     """The sums over the microbatches of a step so far. `value` is finite if each loss was.
 
-    tokens, value: float64 [], or 0.0 before the first microbatch; report: name -> float64 [2].
+    tokens, value: float64 [], or 0.0 before the first microbatch; report: name -> float64 [2]. aux: on every stage, in
+    training, if the model declares auxiliary losses.
     """
 
     tokens: Tensor | float = 0.0
     value: Tensor | float = 0.0
     report: dict[str, Tensor] = field(default_factory=dict)
+    aux: AuxLossTotals | None = None
 
     def add(self, loss: "MicrobatchLoss | LossTotals") -> None:
         """Add the sums of one microbatch, or of several: tokens and value [], report entries [2]."""

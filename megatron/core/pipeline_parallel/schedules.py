@@ -21,8 +21,10 @@ from torch import nn
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.datasets.counted_batches import CountsTokens
 from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.offload.activation_offload import HoldsActivations
+from megatron.core.ops.aux_losses import AuxLossMeans, declared_aux_losses
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.dropout import SampleDropoutKeys, own_dropout_keys
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface
@@ -74,8 +76,10 @@ class SharedTotals(NamedTuple):
 
     tokens: float
     loss: float  # sum of the losses as returned
-    report: dict[str, float]  # name -> mean, of entries with a count above 0; on the last stage, empty elsewhere
+    # name -> mean, of entries with a count above 0, and of auxiliary losses; on the last stage, empty elsewhere
+    report: dict[str, float]
     uncounted: tuple[str, ...] = ()  # the entries without a mean, since every token is masked
+    aux_by_layer: Mapping[str, Mapping[int, float]] = {}  # auxiliary loss -> layer number -> mean; where `report` is
 
 
 class Pipeline:
@@ -107,6 +111,7 @@ class Pipeline:
         self.batch = batch
         self.device = device
         self.keys = _keys_in(chunks) if keys is None else {keys}
+        self.aux_losses = declared_aux_losses(chunk for chunk in chunks.values() if isinstance(chunk, nn.Module))
         self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
         self.forward_step = forward_step
@@ -123,12 +128,14 @@ class Pipeline:
         training: bool = True,
         num_microbatches: int | None = None,
         loss_scale: float = 1.0,
+        aux_weight: float = 0.0,
         forward_step: ForwardStep | None = None,
     ) -> LossTotals:
         """Run the forwards, backwards and the start of gradient reduction of one step; only forwards if not `training`.
 
         Every pipeline rank must call. The result has float64 scalars [] on the last stage, and is empty on others.
-        first_sample: the step's first sample, numbered over the run. forward_step: default: the pipeline's own.
+        first_sample: the step's first sample, numbered over the run. aux_weight: see `GradientStep`. forward_step:
+        default: the pipeline's own.
         """
 
         def begin(action: Action) -> None:
@@ -157,6 +164,9 @@ class Pipeline:
             weight_grads=self.weight_grads,
             nominal_tokens=self.batch.nominal_tokens,
             around=self.around,
+            aux_losses=self.aux_losses,
+            aux_weight=aux_weight,
+            device=self.device,
         )
         schedule = self.schedule(num_microbatches, training=training)
         return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
@@ -191,11 +201,42 @@ class Pipeline:
         return schedule
 
     @memory_kind("other")
+    def weigh_aux_losses(
+        self, gradients: GradientStep, data_iterators: Mapping[int, object], num_microbatches: int
+    ) -> None:
+        """Weigh the model's auxiliary losses, if it has any, against the tokens of the next step. Every rank must call.
+
+        The data iterators of the last stage count the tokens, if they can (`CountsTokens`); else each sample counts
+        all of its tokens, masked or not. num_microbatches: per rank.
+        """
+        if not self.aux_losses:
+            return
+
+        # one rank of each replica knows its tokens; its ranks share them, then the replicas
+        counted = torch.zeros(2, dtype=torch.float64)  # tokens, replicas that know them
+        last_iterator = data_iterators.get(self.stages.last)
+        if self.mesh["tp"].is_first and self.mesh["cp"].is_first and isinstance(last_iterator, CountsTokens):
+            tokens = last_iterator.num_tokens(num_microbatches)
+            if tokens is not None:
+                counted[0] = tokens
+                counted[1] = 1
+        counted = counted.to(self.device)
+        for axis in ("mp", "cp", "dp"):
+            collectives.all_reduce(counted, self.mesh[axis])
+        tokens, num_known = counted.cpu().tolist()
+
+        replicas = self.mesh.samples.size
+        if num_known != replicas:
+            tokens = self.batch.nominal_tokens * num_microbatches * self.mesh.tokens.size
+        gradients.weigh_aux_losses(tokens, num_microbatches * replicas)
+
+    @memory_kind("other")
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
         """Sum the totals over all ranks. Every rank must call.
 
         One all-reduce over `Mesh.tokens` within the last stage sums everything, [2 + 2 entries]; a second over pp, of
-        [2], shares tokens and losses with the ranks of other stages.
+        [2], shares tokens and losses with the ranks of other stages. Auxiliary losses, which each stage has of its own
+        layers, are summed over the replicas and over pp, [layers, names, 2].
         """
         # pack the numbers: tokens, loss, then sum and count of each report entry
         names = sorted(totals.report)
@@ -210,14 +251,24 @@ class Pipeline:
             collectives.all_reduce(packed, self.mesh.tokens)
         shared = collectives.all_reduce(packed[:2].clone(), self.mesh["pp"])  # [2]; zeros of all stages but the last
 
+        aux = packed.new_empty(0)
+        if totals.aux is not None:
+            aux = totals.aux.sums.flatten().clone()  # [layers x names x 2]; equal on the ranks of tp and cp
+            for axis in (self.mesh.samples, self.mesh["pp"]):
+                collectives.all_reduce(aux, axis)
+
         # copy them to the host at once, since each read waits for the device
-        numbers = torch.cat((shared, packed[2:])).cpu().tolist()
+        numbers = torch.cat((shared, packed[2:], aux)).cpu().tolist()
+        end = packed.numel()
         means: dict[str, float] = {}
-        for name, total, count in zip(names, numbers[2::2], numbers[3::2]):
+        for name, total, count in zip(names, numbers[2:end:2], numbers[3:end:2], strict=True):
             if count:
                 means[name] = total / count
         uncounted = tuple(name for name in names if name not in means)
-        return SharedTotals(numbers[0], numbers[1], means, uncounted)
+        if totals.aux is None or not self.mesh.has_last_stage:
+            return SharedTotals(numbers[0], numbers[1], means, uncounted)
+        aux_means = AuxLossMeans.from_sums(totals.aux.names, numbers[end:])
+        return SharedTotals(numbers[0], numbers[1], means | aux_means.means, uncounted, aux_means.by_layer)
 
     def _reserve(self, schedule: Schedule) -> None:
         """Tell the layers of each chunk the peak number of microbatches that wait for a backward."""
@@ -292,11 +343,15 @@ def run_step(
         gradients = GradientStep(chunks, loss_scale=loss_scale, nominal_tokens=step_tokens, keeps_loss_scale=True)
 
     # forwards and backwards, then the mean over the counted tokens
-    totals = pipeline.run(data, first_sample, loss_scale=gradients.objective_scale)
-    tokens = pipeline.share_totals(totals).tokens
+    pipeline.weigh_aux_losses(gradients, data, batch.num_microbatches)
+    totals = pipeline.run(data, first_sample, loss_scale=gradients.objective_scale, aux_weight=gradients.aux_weight)
+    shared = pipeline.share_totals(totals)
+    if pipeline.aux_losses:  # their means over the step, in each report, so that means over the reports are right
+        aux_means = {name: shared.report[name] for name in pipeline.aux_losses[0].names if name in shared.report}
+        reports[:] = [{**report, **aux_means} for report in reports]
     if before_reduce is not None:
         before_reduce(list(chunks))
-    gradients.finish(tokens)
+    gradients.finish(shared.tokens)
     gradients.divide_gradients()
     return reports
 

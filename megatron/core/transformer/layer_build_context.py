@@ -4,7 +4,7 @@ A layer is built from (config, its number, a LayerContext).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.context_parallel.cp_attention import ContextParallel
 from megatron.core.context_parallel.cp_prefill_cache import PromptShardedCache
 from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
+from megatron.core.ops.aux_losses import AuxLosses
 from megatron.core.ops.dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel.grid import ALONE, Axis
@@ -38,6 +39,7 @@ class LayerContext:
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
     # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
+    aux_losses: AuxLosses = field(default_factory=AuxLosses, compare=False)  # that the chunk's layers add
 
     @classmethod
     def from_mesh(
@@ -83,6 +85,16 @@ class LayerContext:
         if self.tp.sequence_parallel:
             first = autograd_collectives.gather_replicated_sequence(first, self.tp.axis)[:1]  # that of rank 0 of tp
         return autograd_collectives.gather_sequence(first, self.cp.axis)[0]  # that of rank 0 of cp
+
+    def sum_over_sample(self, x: Tensor) -> Tensor:
+        """Return the sums of x, of any shape, over the ranks that hold other rows of the same samples between layers.
+
+        The gradient of x is that of the result. For an auxiliary loss: x contains sums over this rank's rows. Every
+        rank of tp and cp must call.
+        """
+        if self.tp.sequence_parallel:
+            x = autograd_collectives.reduce(x, self.tp.axis)
+        return autograd_collectives.reduce(x, self.cp.axis)
 
     def cache(
         self, starts: Sequence[int], capacity: int, device: torch.device | str, kind: str = "contiguous"

@@ -143,6 +143,8 @@ class LanguageModelStage(nn.Module):
         self.config = config  # Megatron's classes overwrite it with Megatron's TransformerConfig
         self.settings = config
         self.context = context
+        self.aux_losses = context.aux_losses
+        self.aux_losses.num_layers = config.all_layers
         self.vocab_size = vocab_size
         self.axis = context.tp.axis
         self.language_model = self.body(config, vocab_size=vocab_size, context=context, **parts)
