@@ -5,6 +5,7 @@ run()          takes the steps: pipeline -> gradients -> update -> log -> valida
                at the end: validation and test losses
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,6 +93,7 @@ class Trainer:
         self.device = runtime.device.torch_device
         self.non_loss = non_loss
         self.batch_sizes = runtime.batch_sizes
+        self._told_of_aux_weight = False
         self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
         world = self.mesh["world"]
 
@@ -460,12 +462,19 @@ class Trainer:
             **numbers,
         )
         interval = self.log.line_if_due(step)
+        if result.weighed_tokens is not None and not self._told_of_aux_weight:
+            if note := _aux_weight_note(result.weighed_tokens, result.tokens):
+                print_rank_0(note)
+                self._told_of_aux_weight = True
         if note := self.contention.note_if_due():
             print_rank_0(note)
 
         # pass the numbers to the writers
         with self.log.paused():
-            self.watch.report(step, result.losses, interval, tensors, left_out=left_out)
+            losses = result.losses
+            if self.config.tensorboard.moe_per_layer_logging:
+                losses = losses | _by_layer(result.aux_by_layer)
+            self.watch.report(step, losses, interval, tensors, left_out=left_out)
 
     # ---------------------------------------------------------------- validation and saving
 
@@ -583,3 +592,24 @@ class Trainer:
             print_rank_0(f"no iteration of this run is logged: none is a multiple of --log-interval {interval}")
         if self.state.iteration:
             print_rank_0(f"going on from iteration {self.state.iteration}")
+
+
+def _by_layer(aux_by_layer: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """Return the curves of auxiliary losses by layer, under Megatron's names, which count layers from 0."""
+    return {
+        f"moe/{name}_layer_{number - 1}": value
+        for name, by_number in aux_by_layer.items()
+        for number, value in by_number.items()
+    }
+
+
+def _aux_weight_note(weighed_tokens: float, tokens: float) -> str | None:
+    """Return a warning if auxiliary losses had another weight than their coefficients say; None if they had this one."""
+    if not tokens or math.isclose(weighed_tokens, tokens, rel_tol=1e-6):
+        return None
+    return (
+        f"WARNING: auxiliary losses are weighed against {weighed_tokens:.15g} tokens in a step, but loss_func counted "
+        f"{tokens:.15g}, so they weigh {weighed_tokens / tokens:.6g} times what their coefficients say. The tokens known "
+        "before a step are the sum of loss_mask of its batches, or all tokens of batches without a loss_mask; return "
+        "(loss_sum, num_tokens, report) from loss_func with this num_tokens, or change the coefficients"
+    )

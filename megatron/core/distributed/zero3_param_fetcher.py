@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.zero import ParamGather
+from megatron.core.ops.aux_losses import aux_losses_in
 from megatron.core.ops.main_grad_interface import slot_of
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
@@ -88,6 +89,10 @@ class ParamFetcher(ParamGather):
         self._versions: dict[str, dict[int, int]] = {}  # versions of the inputs of each unit's last use, by id
         self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
         self._order: list[str] = []  # units in the order of their first use; a second use prefetches, too
+
+        # the auxiliary losses that units add are outputs of theirs too
+        self._aux_losses = aux_losses_in(module)
+        self._claimed: set[int] = set()  # those that have a unit: the innermost whose forward adds them
 
         # the buckets of each unit
         unit_of_module = _units_of_modules(module)
@@ -148,6 +153,8 @@ class ParamFetcher(ParamGather):
             slot = slot_of(x)
             if slot is not None:
                 passed.append(slot.bucket)
+        if not any(aux_losses.collected for aux_losses in self._aux_losses):
+            self._claimed.clear()
         self._needs[unit] = list(dict.fromkeys((*own, *passed)))
         if self._needs[unit]:
             self._fetch(unit, +1)
@@ -175,6 +182,7 @@ class ParamFetcher(ParamGather):
             # an input that was changed in place is the unit's own output
             versions = self._versions[unit]
             own_outputs = [x for x in outputs if versions.get(id(x)) != x._version]
+            own_outputs += [x for x in self._new_aux_values() if x.requires_grad]
             if outputs and not own_outputs:
                 raise RuntimeError(
                     f"{unit or 'the model'} ({type(submodule).__name__}) has parameters, but returned nothing but "
@@ -195,6 +203,13 @@ class ParamFetcher(ParamGather):
         if not self._in_backward:  # in a recomputation, the backward that follows needs them
             for bucket in self._needs[unit]:
                 bucket.release_params()
+
+    def _new_aux_values(self) -> list[Tensor]:
+        """Return the auxiliary losses [] that have been added since a unit last claimed some."""
+        added = [loss.value for aux_losses in self._aux_losses for loss in aux_losses.collected]
+        new = [value for value in added if id(value) not in self._claimed]
+        self._claimed.update(map(id, new))
+        return new
 
     def _release_unused(self, shared: Sequence[Bucket]) -> None:
         """Release those of the shared buckets that no other use needs."""

@@ -74,6 +74,11 @@ class AuxLosses:
         value = (value.float() if value.dtype.itemsize < 4 else value).mean()  # []
         self._collected.append(AuxLoss(name, layer_number, value, coefficient))
 
+    @property
+    def collected(self) -> tuple[AuxLoss, ...]:
+        """What has been added so far in the present forward of training."""
+        return tuple(self._collected or ())
+
     @contextmanager
     def collecting(self) -> Iterator[list[AuxLoss]]:
         """Collect what is added inside the block, into the list that the block receives."""
@@ -136,22 +141,27 @@ def own_aux_losses(module: nn.Module) -> AuxLosses | None:
     return aux_losses if isinstance(aux_losses, AuxLosses) else None
 
 
+def aux_losses_in(module: nn.Module) -> list[AuxLosses]:
+    """Return the auxiliary losses of a module and of its submodules, each once."""
+    found: dict[int, AuxLosses] = {}
+    for submodule in module.modules():
+        aux_losses = own_aux_losses(submodule)
+        if aux_losses is not None:
+            found[id(aux_losses)] = aux_losses
+    return list(found.values())
+
+
 def declared_aux_losses(chunks: Iterable[nn.Module]) -> list[AuxLosses]:
     """Return the auxiliary losses of the chunks' modules, each once; without names, none.
 
-    Raises ValueError if two chunks of this rank declare different ones.
+    Raises ValueError if two of them declare different ones.
     """
-    found: list[AuxLosses] = []
-    for chunk in chunks:
-        for module in chunk.modules():
-            aux_losses = own_aux_losses(module)
-            if aux_losses is not None and not any(aux_losses is other for other in found):
-                found.append(aux_losses)
+    found = list({id(aux_losses): aux_losses for chunk in chunks for aux_losses in aux_losses_in(chunk)}.values())
     declared = {(aux_losses.names, aux_losses.num_layers) for aux_losses in found}
     if len(declared) > 1:
         said = " and ".join(f"{list(names)} of {layers} layers" for names, layers in sorted(declared))
         raise ValueError(
-            f"model chunks declare different auxiliary losses: {said}; declare the same names, in one order, for every "
-            "chunk of the model"
+            f"the model's parts declare different auxiliary losses: {said}; declare the same names, in one order, for "
+            "every chunk of the model and every layer"
         )
     return [aux_losses for aux_losses in found if aux_losses.names]

@@ -495,7 +495,6 @@ SILENT = by_flag(
             "--moe-router-enable-expert-bias",
             "--moe-router-force-load-balancing",
             "--moe-router-padding-for-fp8",
-            "--moe-per-layer-logging",
             "--moe-enable-deepep",
             "--moe-permute-fusion",
             "--moe-pad-expert-input-to-capacity",

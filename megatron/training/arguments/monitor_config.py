@@ -101,6 +101,9 @@ class TensorBoardConfig(FlagConfig):
     log_validation_ppl_to_tensorboard: bool = option(False, "log validation perplexity")
     log_memory_to_tensorboard: bool = option(False, "log device memory")
     log_world_size_to_tensorboard: bool = option(False, "log the world size")
+    moe_per_layer_logging: bool = option(
+        False, "log auxiliary losses, which a model's layers add to the objective, of each layer too"
+    )
     wandb_project: str | None = option(
         None, "Weights & Biases project for the curves that --tensorboard-dir has", metavar="NAME"
     )

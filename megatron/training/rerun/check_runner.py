@@ -36,6 +36,7 @@ class Guard(NonFiniteStepGuard):
         state: TrainState,
     ):
         self.config = runtime.config.guard
+        self._counts_tokens = bool(pipeline.aux_losses)
         self.state = state
         self.checks = []
         for setting, check_class in CHECKS.items():
@@ -46,8 +47,11 @@ class Guard(NonFiniteStepGuard):
         self._cached_batches: list[RewindableBatches] = []
 
     def keeping(self, data: dict[int, Iterator | None]) -> dict[int, Any]:
-        """Return the training iterators by stage, which cache a step's batches as long as it may be computed again."""
-        if self.config.rerun_mode == "disabled":
+        """Return the training iterators by stage, which cache a step's batches as long as it may be computed again.
+
+        They are also cached to count the tokens of a step before it, if the model has auxiliary losses.
+        """
+        if self.config.rerun_mode == "disabled" and not self._counts_tokens:
             return data
         cached = {stage: None if batches is None else RewindableBatches(batches) for stage, batches in data.items()}
         self._cached_batches = [batches for batches in cached.values() if batches is not None]

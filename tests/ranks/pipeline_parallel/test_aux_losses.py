@@ -1,0 +1,394 @@
+"""Auxiliary losses: a balance of routing that is not linear in a sample's tokens, complete over the ranks that share the sample.
+
+Each layer has a gate of its own, which the balance and the output read, and a probe of its output, which only a loss reads. Losses, gradients and weights of every layout are those of one
+process, whose gradients are those of one graph over the whole batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from said import tells
+from tiny_run import (
+    SEQ,
+    TINY_GPT2,
+    Layout,
+    Subject,
+    Texts,
+    TinyTrainer,
+    build_chunks,
+    forward_step,
+    microbatches,
+    pieces_of_chunks,
+    put_together,
+    sample,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.datasets.counted_batches import CountedBatches
+from megatron.core.distributed.data_parallel_config import DataParallelConfig
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.ops.aux_losses import AuxLosses, declared_aux_losses
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.parallel.global_state import get_global_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import BatchShape
+from megatron.core.sharding.placement import Normal
+from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.mlp import ParallelMLP
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.norm import make_norm
+from megatron.training.step import train_step
+from megatron.training.zero_engine import Engine, EngineConfig
+
+TEXTS = Texts()
+NAMES = ("balance", "size")
+EXPERTS = 3
+BATCH = 8
+COEFFICIENTS = {"balance": 0.3, "size": 0.02}
+TOLERANCE = 1e-10
+
+
+class GatedLayer(nn.Module):
+    """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles) -> the same shape."""
+
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
+        super().__init__()
+        self.layer_number = layer + 1
+        self.context = context
+        self.norm = make_norm(config, context)
+        self.attention = ParallelAttention(config, layer, context)
+        self.mlp = ParallelMLP(config, layer, context)
+        self.gate = context.tp.replicated((EXPERTS, config.hidden_size), Normal(0.5))
+        self.probe = context.tp.replicated((2, config.hidden_size), Normal(0.5))
+
+    def forward(self, x: Tensor, mask: Any = None, angles: Any = None) -> Tensor:
+        x = x + self.attention(self.norm(x), mask, angles)
+        chances = (x @ self.gate.t()).softmax(-1)  # [s, b, experts]
+        y = x + chances[..., :1] * self.mlp(x)
+
+        # Switch Transformer (arXiv:2101.03961), equation 4, over the tokens of each sample
+        routed = nn.functional.one_hot(chances.argmax(-1), EXPERTS).to(x.dtype).sum(0)  # [b, experts]
+        counts = self.context.sum_over_sample(routed) / SEQ
+        means = self.context.sum_over_sample(chances.sum(0)) / SEQ
+        balance = EXPERTS * (counts * means).sum(-1)  # [b]
+        self.context.aux_losses.add("balance", self.layer_number, balance, COEFFICIENTS["balance"])
+        if self.layer_number > 1:  # not in every layer
+            size = self.context.sum_over_sample((y @ self.probe.t()).square().sum((0, 2))).sqrt()  # [b]
+            self.context.aux_losses.add("size", self.layer_number, size.mean(), COEFFICIENTS["size"])
+        return y
+
+
+def make_model(config: ModelConfig, *, context: LayerContext, **parts: Any) -> GPTModel:
+    context.aux_losses.declare(*NAMES)
+    return GPTModel(config, positions=SEQ, context=context, make_layer=GatedLayer, **parts)
+
+
+def masked_sample(number: int, texts: Texts = TEXTS) -> dict[str, Tensor]:
+    row = sample(number, texts)
+    return row | {"whole_mask": row["mask"]}
+
+
+def unmasked_sample(number: int, texts: Texts = TEXTS) -> dict[str, Tensor]:
+    return sample(number, texts) | {"mask": torch.ones(SEQ, dtype=torch.float64)}
+
+
+MASKED = Subject(make_model, forward_step, masked_sample, uncut=("documents", "whole_mask"))
+UNMASKED = Subject(make_model, forward_step, unmasked_sample)
+
+
+def batches_of(batch: BatchShape, first: int, mesh: Any, subject: Subject) -> Iterator:
+    """The batches of a step. With masks they are counted before the step."""
+    batches = microbatches(batch, first, mesh, TEXTS, subject.sample, subject.uncut)
+    if subject is MASKED:
+        return CountedBatches(batches, lambda rows: float(rows["whole_mask"].sum()))
+    return batches
+
+
+class AuxTrainer(TinyTrainer):
+    def __init__(self, mesh: Any, layout: Layout, subject: Subject):
+        optimizer = OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
+        super().__init__(mesh, TINY_GPT2, layout, global_batch=BATCH, optimizer=optimizer, subject=subject)
+        self.pipeline.batch = replace(self.batch, tokens_per_sample=SEQ // layout.cp)
+
+    def step(self, number: int, *, lr: float = 1e-2, **options: Any) -> Any:
+        first = number * self.global_batch
+        data = {stage: batches_of(self.batch, first, self.mesh, self.subject) for stage in self.chunks}
+        return train_step(self.pipeline, self.adam, data, first_sample=first, lr=lr, **options)
+
+
+def train(mesh: Any, layout: Layout, subject: Subject, steps: int) -> dict[str, Any]:
+    trainer = AuxTrainer(mesh, layout, subject)
+    results = [trainer.step(number) for number in range(steps)]
+    grads = pieces_of_chunks(trainer.chunks, mesh, lambda p: p.main_grad, {"sums": trainer.buffers})
+    trainer.finish_param_gather()
+    sharded = [buffer for buffer in trainer.buffers if buffer.stage == 3]
+    return {
+        "reports": [(result.losses, result.aux_by_layer) for result in results if mesh.has_last_stage],
+        "norms": [result.grad_norm for result in results],
+        "tokens": [(result.weighed_tokens, result.tokens) for result in results],
+        "grads": grads,
+        "weights": pieces_of_chunks(trainer.chunks, mesh, lambda p: p.data, {"owned_params": sharded}),
+    }
+
+
+def outcome(layout: Layout, subject: Subject, steps: int = 2) -> dict[str, Any]:
+    ranks = run_ranks(
+        layout.sizes,
+        partial(train, layout=layout, subject=subject, steps=steps),
+        delayed=layout.delayed,
+        stages=layout.stages if layout.pp > 1 else None,
+    )
+    last = [rank for rank in ranks if rank["reports"]]
+    for rank in ranks:
+        assert rank["norms"] == ranks[0]["norms"]
+        for weighed, counted in rank["tokens"]:
+            assert weighed == counted, "the weight follows the tokens that the loss counts, known before the step"
+    return {
+        "reports": last[-1]["reports"],
+        "norms": ranks[0]["norms"],
+        "grads": put_together([rank["grads"] for rank in ranks]),
+        "weights": put_together([rank["weights"] for rank in ranks]),
+    }
+
+
+@cache
+def alone(subject: Subject) -> dict[str, Any]:
+    return outcome(Layout(m=2), subject)
+
+
+def flat(values: Any) -> list[float]:
+    """The numbers of nested mappings, lists and tuples, in the order of their keys."""
+    if isinstance(values, dict):
+        return [number for key in sorted(values) for number in flat(values[key])]
+    if isinstance(values, list | tuple):
+        return [number for value in values for number in flat(value)]
+    return [values]
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name in ("reports", "norms"):
+        torch.testing.assert_close(
+            torch.tensor(flat(found[name]), dtype=torch.float64),
+            torch.tensor(flat(wanted[name]), dtype=torch.float64),
+            rtol=TOLERANCE,
+            atol=0,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+    for name in ("grads", "weights"):
+        assert found[name].keys() == wanted[name].keys()
+        for key, value in wanted[name].items():
+            worst = (found[name][key] - value).abs().max()
+            assert worst <= TOLERANCE * value.abs().max(), f"{name} {key} differs by {worst}"
+
+
+def zero(stage: int, **options: Any) -> DataParallelConfig:
+    return DataParallelConfig(zero_stage=stage, overlap_grad_reduce=stage > 0, ddp_bucket_size=1500, **options)
+
+
+# Layouts, and whether the loss has a mask; a mask's tokens are counted before the step.
+LAYOUTS = [
+    (Layout(tp=2, m=2), False),
+    (Layout(tp=2, sp=True, m=1, recompute="uniform 1"), True),
+    (Layout(pp=2, m=4, schedule="zb-h1", recompute="selective"), True),
+    (Layout(pp=2, v=2, m=4, schedule="interleaved", tp=2, sp=True), True),
+    (Layout(pp=2, v=2, m=4, schedule="zb-v", data_parallel=zero(2), dp=2, delayed=True), True),
+    (Layout(cp=2, m=2, tp=2, sp=True, data_parallel=zero(1)), True),
+    (Layout(cp=2, cp_types=("a2a",), pp=2, m=2, delayed=True, recompute="block 1"), False),
+    (Layout(dp=4, m=1, data_parallel=zero(0), delayed=True), True),
+    (Layout(dp=2, m=2, data_parallel=zero(3), recompute="uniform 2"), True),
+    (Layout(dp=2, pp=2, m=2, tp=2, data_parallel=zero(3), schedule="zb-h1"), True),
+    (Layout(dp=2, cp=2, m=2, data_parallel=zero(3, overlap_param_gather=True), delayed=True), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "has_mask"), LAYOUTS, ids=[f"{layout}-zero{layout.data_parallel.stage}" for layout, _ in LAYOUTS]
+)
+def test_every_layout_trains_as_one_process(layout: Layout, has_mask: bool):
+    subject = MASKED if has_mask else UNMASKED
+    assert_same(outcome(layout, subject), alone(subject))
+
+
+def test_one_process_has_the_gradients_of_one_graph():
+    """The mean over tokens + coefficient x mean over samples, summed over layers, differentiated once for the whole batch."""
+
+    def work(mesh: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        trainer = AuxTrainer(mesh, Layout(m=4), MASKED)
+        found = trainer.step(0, lr=0.0)
+        chunk = trainer.chunks[0]
+        gradients = {name: p.main_grad.clone() for name, p in chunk.module.named_parameters()}
+
+        # one microbatch of the whole batch, with its dropout masks
+        whole = BatchShape(BATCH, 1, SEQ)
+        (batch,) = batches_of(whole, 0, mesh, MASKED)
+        for keys in trainer.pipeline.keys:
+            keys.samples = whole.samples_of(0, 0, mesh.samples)
+        chunk.zero_grad_buffer(1)
+        chunk.begin_microbatch(0, backward=False)
+        with chunk.module.aux_losses.collecting() as collected:
+            losses = chunk(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+        objective = (losses * batch["mask"]).sum() / batch["mask"].sum()
+        for aux in collected:
+            objective = objective + COEFFICIENTS[aux.name] * aux.value
+        chunk.begin_microbatch(0, backward=True)
+        objective.backward()
+        wanted = {name: p.main_grad.clone() for name, p in chunk.module.named_parameters()}
+        assert len(collected) == 2 * TINY_GPT2.num_layers - 1
+        by_layer = {name: {} for name in NAMES}
+        for aux in collected:
+            by_layer[aux.name][aux.layer_number] = aux.value.item()
+        return gradients, wanted, (found, by_layer)
+
+    ((gradients, wanted, (found, by_layer)),) = run_ranks({}, work)
+    for name, value in wanted.items():
+        torch.testing.assert_close(gradients[name], value, rtol=0, atol=TOLERANCE * value.abs().max().item(), msg=name)
+    means = {name: sum(layers.values()) / len(layers) for name, layers in by_layer.items()}
+    torch.testing.assert_close(flat(found.aux_by_layer), flat(by_layer), rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(
+        [found.losses[name] for name in NAMES], [means[name] for name in NAMES], rtol=TOLERANCE, atol=0
+    )
+
+
+def test_tokens_that_nobody_counts_before_the_step_all_count():
+    """Then the result says so: the weights are those of a batch without a mask."""
+
+    def work(mesh: Any) -> Any:
+        trainer = AuxTrainer(mesh, Layout(m=2), replace(MASKED, sample=masked_sample))
+        return trainer.step(0)
+
+    ((result),) = run_ranks({}, work)
+    assert result.weighed_tokens == BATCH * SEQ > result.tokens
+
+
+LOOPS = [
+    Layout(m=2),
+    Layout(pp=2, v=2, tp=2, sp=True, m=2, schedule="interleaved", recompute="uniform 1"),
+    Layout(dp=2, cp=2, pp=2, m=2, data_parallel=zero(3), delayed=True),
+]
+
+
+@pytest.mark.parametrize("layout", LOOPS, ids=str)
+def test_a_loop_of_ones_own_has_the_gradients_of_the_train_step(layout: Layout):
+    def work(mesh: Any) -> tuple[list, list]:
+        chunks, _, _ = build_chunks(mesh, TINY_GPT2, layout, subject=MASKED)
+        get_global_state().sequence_parallel = layout.sp
+        batch = BatchShape(BATCH // layout.dp // layout.m, layout.m)
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[batches_of(batch, 0, mesh, MASKED) for _ in chunks],
+            model=list(chunks.values()),
+            num_microbatches=layout.m,
+            seq_length=SEQ,
+            micro_batch_size=batch.micro_batch_size,
+        )
+        buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
+        return reports, pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers})
+
+    ranks = run_ranks(layout.sizes, work, delayed=layout.delayed)
+    wanted = first_step()
+    for key, value in put_together([pieces for _, pieces in ranks]).items():
+        worst = (value - wanted["grads"][key]).abs().max()
+        assert worst <= TOLERANCE * value.abs().max(), f"{key} differs by {worst}"
+    for reports in filter(None, (reports for reports, _ in ranks)):
+        for name in NAMES:
+            means = [report[name] for report in reports]
+            assert means == pytest.approx([wanted["reports"][0][0][name]] * layout.m, rel=TOLERANCE)
+
+
+@cache
+def first_step() -> dict[str, Any]:
+    return outcome(Layout(m=2), MASKED, steps=1)
+
+
+class Penalised(nn.Module):
+    """Two layers of a plain module; the second has no auxiliary loss."""
+
+    def __init__(self, aux_losses: AuxLosses):
+        super().__init__()
+        torch.manual_seed(0)
+        self.aux_losses = aux_losses
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 3)
+        self.double()
+
+    def inner(self, x: Tensor) -> Tensor:  # [b, 5] -> the same
+        x = self.first(x).tanh()
+        self.aux_losses.add("penalty", 1, x.square().sum(-1).sqrt(), 0.3)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, 5] -> [b, 3]
+        return self.second(checkpoint(self.inner, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_has_the_gradients_of_one_graph(stage: int):
+    """Two micro batches on two ranks, the first with two forwards and two backwards; layers are recomputed."""
+    data = torch.randn(
+        2, 2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )  # steps, parts, b, 5
+
+    alone = Penalised(AuxLosses("penalty", num_layers=2))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    means = []
+    for step in data:
+        optimizer.zero_grad()
+        with alone.aux_losses.collecting() as collected:
+            loss = alone(step.reshape(-1, 5)).square().mean()
+        (loss + collected[0].coefficient * collected[0].value).backward()
+        optimizer.step()
+        means.append(collected[0].value.item())
+
+    def work(mesh: Any) -> tuple[list[float], dict[str, Tensor]]:
+        model = Penalised(AuxLosses("penalty", num_layers=2))
+        config = EngineConfig(accumulation=2, data_parallel=DataParallelConfig(zero_stage=stage))
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), config, mesh)
+        found = []
+        for step in data:
+            for part in step:
+                with torch.no_grad():
+                    engine(part)  # adds nothing
+                x = part.chunk(2)[mesh.samples.rank]
+                loss = engine(x).square().mean()
+                engine.backward(loss / 4, retain_graph=True)
+                engine.backward(loss * 3 / 4)
+                engine.step()
+            found.append(engine.aux_losses["penalty"])
+            assert engine.aux_losses_by_layer == {"penalty": {1: found[-1]}}
+        return found, engine.module_state_dict()
+
+    for found, state in run_ranks({"dp": 2}, work):
+        assert found == pytest.approx(means, rel=TOLERANCE)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=TOLERANCE, msg=name)
+
+
+def test_what_cannot_be_added_is_refused():
+    aux_losses = AuxLosses("balance", num_layers=2)
+    aux_losses.add("unknown", 9, torch.zeros(2, 2), 1.0)  # outside a forward of training nothing is read
+    refused = {
+        ("size", 1, torch.zeros(2)): "size balance aux_losses.declare",
+        ("balance", 3, torch.zeros(2)): "balance 3 1 2",
+        ("balance", 1, torch.zeros(2, 2)): "balance (2, 2) [b]",
+    }
+    with aux_losses.collecting():
+        for (name, layer_number, value), facts in refused.items():
+            with pytest.raises(ValueError) as error:
+                aux_losses.add(name, layer_number, value, 1.0)
+            assert tells(error.value, facts)
+    with pytest.raises(ValueError) as error:
+        declared_aux_losses([Penalised(AuxLosses(name, num_layers=2)) for name in ("penalty", "other")])
+    assert tells(error.value, "other penalty")
+
+
+def test_values_of_half_precision_are_summed_in_float32():
+    aux_losses = AuxLosses("balance", num_layers=1)
+    with aux_losses.collecting() as collected:
+        aux_losses.add("balance", 1, torch.full((2,), 0.1, dtype=torch.bfloat16), 1.0)
+    assert collected[0].value.dtype == torch.float32
