@@ -9,11 +9,13 @@ import re
 from functools import cache, partial
 from types import SimpleNamespace
 
+import numpy as np
 import pretrain_t5
 import pytest
 import torch
 import whole_run
 from local_ranks import run_ranks
+from said import tells
 from script_run import trainer_of
 from token_files import write
 from torch.nn import functional as F
@@ -21,7 +23,10 @@ from torch.nn import functional as F
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.models.common import language_model
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
+from megatron.training import get_runtime
 from megatron.training.evaluate import evaluate
 from megatron.training.monitor.training_log import Interval, StepNumbers, TrainingLog, training_line
 
@@ -218,3 +223,98 @@ def test_a_line_s_mean_leaves_steps_out_that_counted_nothing(capsys):
         assert log.line_if_due(step).losses == {"lm loss": 3.0, "other": 1.0}
         assert "lm loss: 3.000000E+00 | other: 1.000000E+00 |" in capsys.readouterr().out
     assert "lm loss" not in training_line(Interval(step, 4, 1.0, {}))
+
+
+# ---------------------------------------------------------------- auxiliary losses
+
+
+class PenalisedLayer(ParallelTransformerLayer):
+    """Adds the root mean square of each sample's activations to the objective."""
+
+    def __init__(self, config, layer, context):
+        super().__init__(config, layer, context)
+        self.number, self.context = layer + 1, context
+
+    def forward(self, x, *rest):
+        numel = self.context.sum_over_sample(torch.full((), float(x[:, 0].numel()), dtype=x.dtype, device=x.device))
+        squares = self.context.sum_over_sample(x.square().sum((0, 2)))  # [b]
+        self.context.aux_losses.add("activation size", self.number, (squares / numel).sqrt(), 0.5)
+        return super().forward(x, *rest)
+
+
+class MaskedSamples:
+    """A data set whose samples have masks of their own."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict:
+        row = dict(self.samples[index])
+        row["loss_mask"] = np.where(np.arange(16) % (index % 3 + 2) == 0, 0.0, 1.0).astype(np.float32)
+        return row
+
+
+def penalised_model(*stage, **chunk):
+    runtime = get_runtime()
+    parts = runtime.model_parts(*stage, **chunk)
+    parts["context"].aux_losses.declare("activation size")
+    return GPTModel(runtime.config.transformer, **parts, make_layer=PenalisedLayer)
+
+
+def masked_sets(num_samples):
+    return tuple(MaskedSamples(split) for split in pretrain_gpt.train_valid_test_datasets_provider(num_samples))
+
+
+PENALISED = SimpleNamespace(
+    **vars(pretrain_gpt) | {"model_provider": penalised_model, "train_valid_test_datasets_provider": masked_sets}
+)
+
+
+def train_penalised(mesh: Mesh, flags: str, script: SimpleNamespace = PENALISED) -> tuple[list, list, list]:
+    """(losses of each step, those that the writers get, tokens weighed and counted)."""
+    steps, curves, tokens = [], [], []
+    with trainer_of(script, mesh, MODEL + flags) as trainer:
+        report, watched = trainer._report, trainer.watch.report
+
+        def note_result(result, *rest, **options):
+            steps.append(result.losses)
+            tokens.append((result.weighed_tokens, result.tokens))
+            report(result, *rest, **options)
+
+        def note_curves(step, losses, *rest, **options):
+            curves.append(losses)
+            watched(step, losses, *rest, **options)
+
+        trainer._report, trainer.watch.report = note_result, note_curves
+        trainer._train()
+    return steps, curves, tokens
+
+
+def test_auxiliary_losses_are_reported_by_name_and_where_asked_by_layer():
+    ((steps, curves, tokens),) = run_ranks({}, partial(train_penalised, flags="--moe-per-layer-logging"))
+    layers = ["moe/activation size_layer_0", "moe/activation size_layer_1"]
+    for losses, points in zip(steps, curves, strict=True):
+        assert set(losses) == {"lm loss", "activation size"} and set(points) == {*losses, *layers}
+        assert losses["activation size"] == pytest.approx(sum(points[name] for name in layers) / 2, rel=1e-12)
+    assert all(weighed == counted < 8 * 16 for weighed, counted in tokens)
+    sizes, flags = {"tp": 2, "pp": 2, "dp": 2}, "--sequence-parallel --recompute-activations --rerun-mode disabled"
+    flags += " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    ranks = run_ranks(sizes, partial(train_penalised, flags=flags))
+    assert ranks[0][0] == [{}, {}], "a rank of the first stage knows no losses"
+    for found, wanted in zip(ranks[-1][0], steps, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-10)
+    assert ranks[0][2] == tokens
+
+
+def test_a_loss_func_that_counts_other_tokens_than_its_batches_have_is_named_once(capsys):
+    def forward_step(data_iterator, model):
+        output, loss_func = pretrain_gpt.forward_step(data_iterator, model)
+        return output, lambda losses: (loss_func(losses)[0], 3.0, {})
+
+    script = SimpleNamespace(**vars(PENALISED) | {"forward_step": forward_step})
+    run_ranks({}, partial(train_penalised, flags="", script=script))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "auxiliary losses" in line]
+    assert tells(line, "WARNING loss_mask num_tokens") and "counted 12," in line  # 4 microbatches of a step

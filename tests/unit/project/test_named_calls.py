@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 # Attributes of ours that an object may lack, and the one function that reads each. Scripts set those with a note too.
 OURS = {
+    "megatron/core/ops/aux_losses.py own_aux_losses": "aux_losses",  # a script's model or layer
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
     "megatron/core/datasets/vocab_check.py embedding_rows_problem": "added_tokens",
