@@ -15,6 +15,7 @@ from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
+from megatron.core.ops.aux_losses import declared_aux_losses
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -31,6 +32,8 @@ from megatron.training.num_samples import samples_of_whole_set
 from megatron.training.validation_sets import evaluated_sets
 
 DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
+
+_AUX_LOSSES = "auxiliary losses"
 
 
 def build_chunks(
@@ -77,9 +80,10 @@ def refuse_together(runtime: Runtime) -> Iterator[None]:
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:
-    """Return the problem of parameter names that occur in several stages.
+    """Return the problems of names: parameters that occur in several stages, auxiliary losses that do not in all.
 
-    Those parameters would get equal initial values and overwrite each other in a checkpoint.
+    Those parameters would get equal initial values and overwrite each other in a checkpoint; a rank that does not know
+    an auxiliary loss would not join in its sums.
     """
     # the names of this rank by stage, without tied embeddings, which belong to two stages
     rank_names = defaultdict(list)
@@ -88,21 +92,39 @@ def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device |
             if "embd" not in p.placement.partial_grad:
                 rank_names[stage].append(name)
 
+    # the auxiliary losses that this rank declares, under a key that no stage has
+    problems = []
+    try:
+        for aux_losses in declared_aux_losses(chunks.values()):
+            rank_names[_AUX_LOSSES] = list(aux_losses.names)
+    except ValueError as error:
+        problems.append(str(error))
+
     # the stages of each name, over all ranks
     stages_of = defaultdict(list)
+    aux_losses_of_ranks = []
     for text in collectives.all_gather_texts(json.dumps(rank_names), pp, device):
-        for stage, names in json.loads(text).items():
+        gathered = json.loads(text)
+        aux_losses_of_ranks.append(gathered.pop(_AUX_LOSSES, []))
+        for stage, names in gathered.items():
             for name in names:
                 stages_of[name].append(int(stage))
 
+    if any(names != aux_losses_of_ranks[0] for names in aux_losses_of_ranks):
+        problems.append(
+            f"the pipeline's ranks declare different auxiliary losses: {' and '.join(map(str, aux_losses_of_ranks))}; "
+            "declare the same names in the model provider of every stage, whatever layers it has: "
+            "parts['context'].aux_losses.declare(...)"
+        )
     repeated = {name: sorted(stages) for name, stages in stages_of.items() if len(stages) > 1}
     if not repeated:
-        return []
+        return problems
     name, stages = next(iter(repeated.items()))
     return [
+        *problems,
         f"{len(repeated)} parameter name(s) exist in several pipeline stages, for example {name} in stages "
         f"{', '.join(map(str, stages))}; name layers by their number over the whole model: "
-        "nn.ModuleDict({str(first_layer + i): layer ...})"
+        "nn.ModuleDict({str(first_layer + i): layer ...})",
     ]
 
 

@@ -462,10 +462,10 @@ class Trainer:
             **numbers,
         )
         interval = self.log.line_if_due(step)
-        if result.weighed_tokens is not None and not self._told_of_aux_weight:
-            if note := _aux_weight_note(result.weighed_tokens, result.tokens):
-                print_rank_0(note)
-                self._told_of_aux_weight = True
+        note = None if self._told_of_aux_weight else _aux_weight_note(result.weighed_tokens, result.tokens)
+        if note is not None:
+            print_rank_0(note)
+            self._told_of_aux_weight = True
         if note := self.contention.note_if_due():
             print_rank_0(note)
 
@@ -603,9 +603,9 @@ def _by_layer(aux_by_layer: Mapping[str, Mapping[int, float]]) -> dict[str, floa
     }
 
 
-def _aux_weight_note(weighed_tokens: float, tokens: float) -> str | None:
+def _aux_weight_note(weighed_tokens: float | None, tokens: float) -> str | None:
     """Return a warning if auxiliary losses had another weight than their coefficients say; None if they had this one."""
-    if not tokens or math.isclose(weighed_tokens, tokens, rel_tol=1e-6):
+    if weighed_tokens is None or not tokens or math.isclose(weighed_tokens, tokens, rel_tol=1e-6):
         return None
     return (
         f"WARNING: auxiliary losses are weighed against {weighed_tokens:.15g} tokens in a step, but loss_func counted "

@@ -12,6 +12,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
+from megatron.core.ops.aux_losses import AuxLosses
 from megatron.core.pipeline_parallel.loss_func_results import read_step
 from megatron.core.sharding.placement import Placement
 from megatron.training import get_args, pretrain
@@ -253,3 +254,24 @@ def test_stages_whose_parameters_have_one_name_are_refused(names: str):
             (problem,) = problems
             assert tells(problem, "2 layers.0.weight 0 1 3")
             assert "nn.ModuleDict({str(first_layer + i)" in problem
+
+
+def test_stages_that_declare_other_auxiliary_losses_are_refused():
+    """Their ranks would wait for each other in vain, since they sum the losses by their place."""
+
+    class Stage(torch.nn.Module):
+        def __init__(self, *names: str):
+            super().__init__()
+            self.aux_losses = AuxLosses(*names, num_layers=4)
+
+    def work(mesh):
+        rank = mesh["pp"].rank
+        of_two_chunks = {rank: Stage("one"), rank + 2: Stage("one" if rank else "two")}
+        same, other, none = {rank: Stage("one")}, {rank: Stage("one", *["two"] * rank)}, {rank: Stage(*["one"] * rank)}
+        return [name_problems(chunks, mesh["pp"], "cpu") for chunks in (same, other, none, of_two_chunks)]
+
+    for same, (other,), (none,), of_two_chunks in run_ranks({"pp": 2}, work):
+        assert same == []
+        assert tells(other, "['one'] ['one', 'two'] aux_losses.declare")
+        assert tells(none, "[] ['one'] aux_losses.declare")
+        assert of_two_chunks
