@@ -31,7 +31,7 @@ from megatron.core.distributed.gathered_parameters import full_state_dict, sync_
 from megatron.core.distributed.gradient_step import GradientStep
 from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
 from megatron.core.ops.aux_losses import AuxLoss, AuxLossMeans, AuxLossTotals, declared_aux_losses, objective_of
-from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
 from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
@@ -102,7 +102,7 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self.lr_scheduler: Any = None
-        if any(slot_of(p) is not None for p in module.parameters()):
+        if any(grad_sink_of(p) is not None for p in module.parameters()):
             raise ConfigError(
                 "the module's parameters are already in the buffers of an engine; make another module, or use "
                 "that engine"

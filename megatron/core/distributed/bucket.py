@@ -3,7 +3,7 @@
 Its gradients in one step (stages 0 and 1), or in one microbatch (stages 2 and 3):
 
     begin_step()          main_grads are zeros, or unset where a matrix product will overwrite them, or released
-    open_grad(slot)       before each gradient: released memory is allocated, missing zeros are set
+    open_grad(sink)       before each gradient: released memory is allocated, missing zeros are set
     start_reduce()        the collective starts: an all-reduce (stage 0) or a reduce-scatter to each rank's shard
     finish_reduce()       `grad_shard` is the sum over the ranks; stages 2 and 3 add it to the earlier microbatches'
                           sum, and release the gradients
@@ -31,7 +31,7 @@ from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
-from megatron.core.distributed.param_grad_state import ParamSlot
+from megatron.core.distributed.param_grad_state import ParamGradSink
 from megatron.core.distributed.released_tensors import (
     AllGatherPendingParameter,
     LazyZeroGradient,
@@ -54,9 +54,9 @@ class Bucket:
     def __init__(self, buffer: ParamAndGradBuffer, number: int, order: CollectiveOrderCheck | None = None):
         self.buffer = buffer
         self.plan = buffer.plan.buckets[number]
-        self.slots = [buffer.parameters[name].slot for name in self.plan.names]
-        for slot in self.slots:
-            slot.bucket = self
+        self.sinks = [buffer.parameters[name].grad_sink for name in self.plan.names]
+        for sink in self.sinks:
+            sink.bucket = self
         self._order = order
 
         # counts of this step
@@ -74,7 +74,7 @@ class Bucket:
         # all elements of the bucket: releasable buffers; None: they are a part of the buffer and stay resident
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
-        self._parameters = [slot.parameter for slot in self.slots]
+        self._parameters = [sink.parameter for sink in self.sinks]
         self._main_grads = [parameter.main_grad for parameter in self._parameters]
         self._shards_grads = buffer.zero.shards_grads
         self._reduces_in_bf16 = buffer.config.grad_reduce_in_bf16 and buffer.axes.reduce.size > 1
@@ -108,7 +108,7 @@ class Bucket:
             self._clear()
         self._is_opened = False
 
-    def open_grad(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+    def open_grad(self, sink: ParamGradSink, *, overwrites: bool = False) -> bool:
         """Prepare `main_grad` of one parameter for a gradient: allocate it if it is released, and set zeros to add to.
 
         Returns True if `overwrites` is given and the caller must overwrite instead of adding.
@@ -117,7 +117,7 @@ class Bucket:
             # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
             self.finish_reduce()
         self.open()
-        return slot.prepare(overwrites=overwrites)
+        return sink.prepare(overwrites=overwrites)
 
     def open(self) -> None:
         """Allocate released gradients, and clear them."""
@@ -134,9 +134,9 @@ class Bucket:
         3 do not reduce such a bucket.
         """
         self.open()
-        for slot in self.slots:
-            if slot.is_unset:
-                self.open_grad(slot)
+        for sink in self.sinks:
+            if sink.is_unset:
+                self.open_grad(sink)
 
     @memory_kind("communication")
     def start_reduce(self) -> None:
@@ -207,15 +207,15 @@ class Bucket:
         """Set gradients to zero, except where a product will overwrite them."""
         gradients = self.gradients
         first = 0  # everything before it is done
-        for slot in self.slots:
-            slot.begin()
-            if not slot.is_unset:
+        for sink in self.sinks:
+            sink.begin()
+            if not sink.is_unset:
                 continue
-            gradients[first : slot.start].zero_()
+            gradients[first : sink.start].zero_()
             if self.buffer.poison:
                 # A read before the product has written shows as NaN.
-                gradients[slot.start : slot.stop].fill_(float("nan"))
-            first = slot.stop
+                gradients[sink.start : sink.stop].fill_(float("nan"))
+            first = sink.stop
         gradients[first:].zero_()
 
     def _release_grads(self) -> None:

@@ -11,7 +11,7 @@ from megatron.core.distributed.buffer_plan import BufferPlan, ParamRange, overla
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_writing
-from megatron.core.ops.main_grad_interface import set_slot
+from megatron.core.ops.main_grad_interface import set_grad_sink
 from megatron.core.parallel.mesh import GradAxes
 from megatron.core.storage.resize_storage import resize_and_notify
 
@@ -253,15 +253,15 @@ class ParamAndGradBuffer:
             # each parameter, and its main_grad, becomes a view of it
             for name in bucket.names:
                 parameter = self.parameters[name]
-                slot = parameter.slot
-                slot.start = ranges[name].start - bucket.start
-                slot.stop = ranges[name].stop - bucket.start
-                values = _view(all_values, parameter.shape, slot.start)
+                sink = parameter.grad_sink
+                sink.start = ranges[name].start - bucket.start
+                sink.stop = ranges[name].stop - bucket.start
+                values = _view(all_values, parameter.shape, sink.start)
                 values.copy_(parameter.data)
                 parameter.data = values
                 # `.data` has a version counter of its own; a plain view shares the buffer's.
-                parameter.main_grad = _view(all_grads, parameter.shape, slot.start).data
-                set_slot(parameter.main_grad, slot)
+                parameter.main_grad = _view(all_grads, parameter.shape, sink.start).data
+                set_grad_sink(parameter.main_grad, sink)
 
             # stage 3: this rank's shard is copied out, the rest released
             if params is not None:

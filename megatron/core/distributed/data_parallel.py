@@ -43,7 +43,7 @@ from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAnd
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fixed_order_reduce import ReduceInMicrobatchOrder
 from megatron.core.distributed.grad_count import GradCounter
-from megatron.core.distributed.param_grad_state import ParamSlot, declared_num_grads, is_tied
+from megatron.core.distributed.param_grad_state import ParamGradSink, declared_num_grads, is_tied
 from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
 from megatron.core.offload.offload_tiers import OffloadAllocator
@@ -54,7 +54,7 @@ from megatron.core.ops.main_grad_interface import (
     grad_was_added,
     grad_was_deferred,
     open_main_grad,
-    set_slot,
+    set_grad_sink,
 )
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -101,12 +101,12 @@ class DistributedDataParallel(DataParallelChunkInterface):
         self._weight_grads = weight_grads or WeightGradStore()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
 
-        # every trained parameter gets a placement, a slot, and a hook for gradients that autograd leaves in `.grad`
+        # every trained parameter gets a placement, a sink, and a hook for gradients that autograd leaves in `.grad`
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if placement_of(parameter) is None:
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
-            set_slot(parameter, ParamSlot(name, parameter))
+            set_grad_sink(parameter, ParamGradSink(name, parameter))
             parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
@@ -144,7 +144,7 @@ class DistributedDataParallel(DataParallelChunkInterface):
         self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
         # Releasable parameters have no fixed memory; their class refuses an assignment to `.data`.
         lasting = () if zero.shards_params else trained.values()
-        self._addresses = {p.slot: p.data_ptr() for p in lasting}
+        self._addresses = {p.grad_sink: p.data_ptr() for p in lasting}
         self.buffer_sync: BufferSync | None = None  # None: the module has no buffers
         if any(child._buffers or isinstance(child, ChangesAtStepEnd) for child in module.modules()):
             self.buffer_sync = BufferSync(module, mesh)
@@ -194,7 +194,7 @@ class DistributedDataParallel(DataParallelChunkInterface):
         declared: dict[Bucket, int] = {}
         inferred: list[Bucket] = []
         for bucket in self._buckets:
-            counts = [declared_num_grads(slot.parameter) for slot in bucket.slots]
+            counts = [declared_num_grads(sink.parameter) for sink in bucket.sinks]
             declared[bucket] = sum(count or 1 for count in counts)
             if set(counts) == {None}:
                 inferred.append(bucket)
@@ -275,7 +275,7 @@ class DistributedDataParallel(DataParallelChunkInterface):
                 "requires_grad_(True), and only then call requires_grad_(False)"
             )
         with torch._C.DisableTorchFunctionSubclass():  # else data_ptr would wait for parameters in flight
-            moved = [slot.name for slot, address in self._addresses.items() if slot.parameter.data_ptr() != address]
+            moved = [sink.name for sink, address in self._addresses.items() if sink.parameter.data_ptr() != address]
         if moved:
             raise RuntimeError(
                 f"{', '.join(moved[:5])}: not a view of the trained buffer any more, because `.data` was set, as "
@@ -364,7 +364,7 @@ class DistributedDataParallel(DataParallelChunkInterface):
     def buffer_sizes(self) -> list[BufferSizes]:
         """Return the sizes of each buffer, from which its communication volume follows."""
         buckets_used_twice = [
-            bucket for bucket in self._buckets if any(is_tied(slot.parameter) for slot in bucket.slots)
+            bucket for bucket in self._buckets if any(is_tied(sink.parameter) for sink in bucket.sinks)
         ]
         result = []
         for buffer in self.buffers:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.contiguous_buffers import MemoryBuffer, ParamAndGradBuffer
-from megatron.core.distributed.param_grad_state import ParamSlot
+from megatron.core.distributed.param_grad_state import ParamGradSink
 from megatron.core.distributed.zero import GradReduce
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import Axis
@@ -44,7 +44,7 @@ class ReduceInMicrobatchOrder(GradReduce):
                 grads_of[microbatch] = MemoryBuffer(buffer.grads.numel, buffer.grads.dtype, buffer.device)
             _point_main_grads_to(grads_of[microbatch], buffer)
 
-    def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+    def open(self, sink: ParamGradSink, *, overwrites: bool = False) -> bool:
         return False  # the gradients of each microbatch begin as zeros
 
     @memory_kind("gradients")

@@ -1,4 +1,4 @@
-"""`parameter.slot`: the data-parallel state of a trained parameter (`main_grad.slot_of`).
+"""`parameter.grad_sink`: the data-parallel state of a trained parameter, which takes its gradients.
 
 Four attributes beside it are public:
 
@@ -11,18 +11,37 @@ parameter.is_tied                   set by a model that passes the parameter to 
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.core.ops.main_grad_interface import GradSlot
+from megatron.core.ops.main_grad_interface import GradSink, grad_sink_of, main_grad_of
 
 
-class ParamSlot(GradSlot):
+class GradReduceInterface:
+    """The methods of a ZeRO stage's gradient strategy that its sinks call (`zero.py: GradReduce`)."""
+
+    def open(self, sink: "ParamGradSink", *, overwrites: bool = False) -> bool:
+        """Prepare `main_grad` for a gradient. Returns True if the caller must overwrite it (`Bucket.open_grad`)."""
+        raise NotImplementedError
+
+    def defer(self, sink: "ParamGradSink") -> None:
+        """Note that the backward no longer needs the parameter's values, and that its gradient comes later."""
+        raise NotImplementedError
+
+    def add(self, sink: "ParamGradSink") -> None:
+        """Count a gradient that is in `main_grad`."""
+        raise NotImplementedError
+
+
+_NOT_REDUCED = GradReduceInterface()
+
+
+class ParamGradSink(GradSink):
     """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
-    The parameter may have any shape. A layer that accumulates gradients itself reports to `reduce` (`zero.py`)
-    through `core/ops/main_grad_interface.py`.
+    The parameter may have any shape. Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the
+    ZeRO stage (`zero.py`).
 
-    A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A slot
+    A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A sink
     whose first gradient came from a product in an earlier step therefore begins the next step unset:
 
         begin()                          is_unset: main_grad holds neither zeros nor a sum of this step
@@ -34,14 +53,32 @@ class ParamSlot(GradSlot):
         self.name = name
         self.parameter = parameter
         self.start = self.stop = 0
-        self.bucket: Any = None  # set by `Bucket`
-        self.reduce: Any = None  # set by `GradReduce`
+        self.bucket: Any = None  # a `Bucket`, which sets it
+        self.reduce: GradReduceInterface = _NOT_REDUCED
         self.added = 0  # gradients in this step
         self.expected = 0  # the most gradients in an earlier step
         self.is_opened = False  # this step has a gradient
         self.is_unset = False  # main_grad holds neither zeros nor a sum of this step
         self.is_overwritten = False  # in an earlier step a product came first
         self._version = 0  # torch's version counter of main_grad when the step began
+
+    # ---------------------------------------------------------------- called by layers
+
+    def open(self) -> Tensor:
+        self.reduce.open(self)
+        return main_grad_of(self.parameter)
+
+    def open_with_beta(self) -> tuple[Tensor, int]:
+        is_first_of_step = self.reduce.open(self, overwrites=True)
+        return main_grad_of(self.parameter), 0 if is_first_of_step else 1
+
+    def grad_was_deferred(self) -> None:
+        self.reduce.defer(self)
+
+    def grad_was_added(self) -> None:
+        self.reduce.add(self)
+
+    # ---------------------------------------------------------------- called by the bucket
 
     def begin(self) -> None:
         """Begin a step without a gradient. If `is_unset` is then true, the caller leaves `main_grad` as it is."""
@@ -70,6 +107,13 @@ class ParamSlot(GradSlot):
         if was_unset and not overwrites:
             self.parameter.main_grad.zero_()
         return was_unset and overwrites
+
+
+def param_grad_sink_of(tensor: Tensor) -> ParamGradSink | None:
+    """Return the sink of a trained parameter or of its main_grad, of any shape; None: none trains it."""
+    sink = grad_sink_of(tensor)
+    assert sink is None or isinstance(sink, ParamGradSink), type(sink)
+    return sink
 
 
 def declared_num_grads(parameter: nn.Parameter) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.ops.main_grad_interface import grad_sink_of
 
 # Functions and properties that work without the values.
 _SHARES_MEMORY = {
@@ -87,7 +87,7 @@ class AllGatherPendingParameter(BeforeUseHookTensor, nn.Parameter):
     def before_use(function: str, tensors: list[Any]) -> None:
         """Wait for the all-gather of these parameters, of any shapes."""
         for parameter in tensors:
-            parameter.slot.bucket.finish_gather()
+            parameter.grad_sink.bucket.finish_gather()
 
 
 class ReleasedGradient(BeforeUseHookTensor, Tensor):
@@ -110,7 +110,7 @@ class LazyZeroGradient(BeforeUseHookTensor, Tensor):
     def before_use(function: str, tensors: list[Any]) -> None:
         """Allocate these gradients, of any shapes, as zeros."""
         for gradient in tensors:
-            gradient.slot.bucket.open()
+            gradient.grad_sink.bucket.open()
 
 
 _PARAMETER_CLASSES = {nn.Parameter, ReleasedParameter, AllGatherPendingParameter}
@@ -130,8 +130,8 @@ def set_residency_class(kind: type, tensors: Iterable[Tensor]) -> None:
 
 
 def _name_of(tensors: list[Any]) -> str:
-    slot = slot_of(tensors[0]) if tensors else None
-    return "a parameter" if slot is None else slot.name
+    sink = grad_sink_of(tensors[0]) if tensors else None
+    return "a parameter" if sink is None else sink.name
 
 
 def _needs_no_values(func: Any) -> bool:

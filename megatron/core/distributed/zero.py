@@ -10,7 +10,7 @@ A step calls them in this order:
 
     begin_step(m)                              before the first microbatch
       begin_microbatch(i, backward=...)        before each forward and backward
-        open(slot), add(slot)                  by layers, around each gradient; defer(slot): the gradient comes later
+        open(sink), add(sink)                  by layers, around each gradient; defer(sink): the gradient comes later
     start()                                    after the last backward
     finish()                                   the sums of this rank's shard are complete
     updated()                                  after the optimizer, of the ParamGather
@@ -26,12 +26,11 @@ from torch import nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.collective_order import CollectiveOrderCheck
 from megatron.core.distributed.grad_count import GradCounter
-from megatron.core.distributed.param_grad_state import ParamSlot
+from megatron.core.distributed.param_grad_state import GradReduceInterface, ParamGradSink, param_grad_sink_of
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.main_grad_interface import slot_of
 
 
-class GradReduce:
+class GradReduce(GradReduceInterface):
     """Base of the gradient strategies.
 
     reduction_started: no backward of the step follows. is_complete: the gradients are reduced.
@@ -42,9 +41,9 @@ class GradReduce:
     def __init__(self, buckets: Sequence[Bucket], *, overlap: bool):
         self.buckets = buckets
         self.overlap = overlap
-        self.slots = [slot for bucket in buckets for slot in bucket.slots]
-        for slot in self.slots:
-            slot.reduce = self
+        self.sinks = [sink for bucket in buckets for sink in bucket.sinks]
+        for sink in self.sinks:
+            sink.reduce = self
         self.reduction_started = False
         self.is_complete = True
         self.learned = False  # whether a step has shown how many gradients each parameter gets
@@ -53,7 +52,7 @@ class GradReduce:
     @property
     def has_gradients(self) -> bool:
         """Whether the step has any yet; validation has none."""
-        return any(slot.added for slot in self.slots)
+        return any(sink.added for sink in self.sinks)
 
     def begin_step(self, num_microbatches: int | None) -> None:
         """Forget the last step, except the number of gradients that each parameter got.
@@ -65,27 +64,27 @@ class GradReduce:
         self._num_microbatches = num_microbatches
         self.reduction_started = False
         self.is_complete = False
-        for slot in self.slots:
-            slot.expected = max(slot.expected, slot.added) if keeps_counts else 0
-            slot.added = 0
-        self.learned = any(slot.expected for slot in self.slots)
+        for sink in self.sinks:
+            sink.expected = max(sink.expected, sink.added) if keeps_counts else 0
+            sink.added = 0
+        self.learned = any(sink.expected for sink in self.sinks)
         for bucket in self.buckets:
             bucket.begin_step()
             # Before the counts are learned, every parameter is expected, and no bucket starts early.
-            bucket.missing = sum(slot.expected > 0 or not self.learned for slot in bucket.slots)
+            bucket.missing = sum(sink.expected > 0 or not self.learned for sink in bucket.sinks)
 
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         """Prepare a forward or backward of the microbatch."""
 
-    def open(self, slot: ParamSlot, *, overwrites: bool = False) -> bool:
+    def open(self, sink: ParamGradSink, *, overwrites: bool = False) -> bool:
         """Prepare `main_grad` for a gradient. Returns True if the caller must overwrite it (`Bucket.open_grad`)."""
-        return slot.bucket.open_grad(slot, overwrites=overwrites)
+        return sink.bucket.open_grad(sink, overwrites=overwrites)
 
-    def defer(self, slot: ParamSlot) -> None:
+    def defer(self, sink: ParamGradSink) -> None:
         """Note that the backward no longer needs the parameter's values, and that its gradient comes later."""
-        self.open(slot)
+        self.open(sink)
 
-    def add(self, slot: ParamSlot) -> None:
+    def add(self, sink: ParamGradSink) -> None:
         """Count a gradient. Raises RuntimeError after the reduction began.
 
         A step without gradients, such as validation, may continue.
@@ -93,14 +92,14 @@ class GradReduce:
         # Validation begins and ends a step without gradients; training may then add to it.
         if self.reduction_started and self.has_gradients:
             raise RuntimeError(
-                f"the gradient of {slot.name} was added after the step's gradients had been reduced over the ranks; "
+                f"the gradient of {sink.name} was added after the step's gradients had been reduced over the ranks; "
                 "call zero_grad_buffer() of each model chunk before the first forward of a step, and run all "
                 "microbatches of the step in one call of get_forward_backward_func()"
             )
         if self.reduction_started:
             self.reduction_started = False
             self.is_complete = False
-        slot.added += 1
+        sink.added += 1
 
     def start(self) -> None:
         """Start every reduction that is not in flight."""
@@ -113,19 +112,19 @@ class GradReduce:
 class ReduceOnce(GradReduce):
     """Stages 0 and 1: reduce at the end of a step; with overlap, each bucket as soon as its gradients are complete."""
 
-    def add(self, slot: ParamSlot) -> None:
-        super().add(slot)
+    def add(self, sink: ParamGradSink) -> None:
+        super().add(sink)
         if not (self.overlap and self.learned):
             return
-        if slot.added > slot.expected:
+        if sink.added > sink.expected:
             raise RuntimeError(
-                f"the gradient of {slot.name} was written {slot.added} times in this step, but at most "
-                f"{slot.expected} times before, so its reduction may already have begun; leave out "
+                f"the gradient of {sink.name} was written {sink.added} times in this step, but at most "
+                f"{sink.expected} times before, so its reduction may already have begun; leave out "
                 "--overlap-grad-reduce for this model"
             )
-        if slot.added < slot.expected:
+        if sink.added < sink.expected:
             return
-        slot.bucket.missing -= 1
+        sink.bucket.missing -= 1
         # Start buckets in their order, equal on all ranks, up to the first incomplete one.
         for bucket in self.buckets:
             if bucket.missing:
@@ -176,23 +175,23 @@ class ReduceEachMicrobatch(GradReduce):
     def begin_microbatch(self, microbatch: int, *, backward: bool) -> None:
         self._counter.begin(microbatch, backward=backward, defers_wgrads=self._weight_grads.is_collecting)
 
-    def defer(self, slot: ParamSlot) -> None:
-        if self._counter.param_done(slot.bucket):
-            self._param_gather.bucket_done(slot.bucket)
+    def defer(self, sink: ParamGradSink) -> None:
+        if self._counter.param_done(sink.bucket):
+            self._param_gather.bucket_done(sink.bucket)
 
-    def add(self, slot: ParamSlot) -> None:
-        super().add(slot)
-        slot.bucket.is_written = True
-        self.defer(slot)  # the backward is done with the parameter, as if its gradient were deferred
-        if not self._counter.grad_done(slot.bucket):
+    def add(self, sink: ParamGradSink) -> None:
+        super().add(sink)
+        sink.bucket.is_written = True
+        self.defer(sink)  # the backward is done with the parameter, as if its gradient were deferred
+        if not self._counter.grad_done(sink.bucket):
             return
         # The microbatch's gradients of the bucket are complete.
         if self._in_flight is not None:  # one bucket in flight bounds the memory of whole gradients
             self._in_flight.finish_reduce()
-        slot.bucket.start_reduce()
-        self._in_flight = slot.bucket
+        sink.bucket.start_reduce()
+        self._in_flight = sink.bucket
         if not self.overlap:
-            slot.bucket.finish_reduce()
+            sink.bucket.finish_reduce()
 
     def start(self) -> None:
         super().start()
@@ -223,8 +222,8 @@ class ParamGather:
         if not overlap:
             return
         for owner in module.modules():
-            slots = [slot_of(p) for p in owner.parameters(recurse=False)]
-            own_buckets = {slot.bucket for slot in slots if slot is not None}
+            sinks = [param_grad_sink_of(p) for p in owner.parameters(recurse=False)]
+            own_buckets = {sink.bucket for sink in sinks if sink is not None}
             if own_buckets:
                 owner.register_forward_pre_hook(_wait_for(own_buckets))
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.grad_count import GradCounter
+from megatron.core.distributed.param_grad_state import param_grad_sink_of
 from megatron.core.distributed.zero import ParamGather
 from megatron.core.ops.aux_losses import aux_losses_in
-from megatron.core.ops.main_grad_interface import slot_of
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
 # Lists: the module above uses the parameters in them.
@@ -102,9 +102,9 @@ class ParamFetcher(ParamGather):
             if not any(submodule.children()):
                 buckets_of.setdefault(unit, [])  # without parameters of its own: it may be passed a tied embedding
             for parameter in submodule.parameters(recurse=False):  # two modules may hold one parameter
-                slot = slot_of(parameter)
-                if slot is not None:
-                    buckets_of[unit].append(slot.bucket)
+                sink = param_grad_sink_of(parameter)
+                if sink is not None:
+                    buckets_of[unit].append(sink.bucket)
         # Buckets that several units own. A tied embedding that is passed as an input has one owner, so its bucket stays
         # resident from the output layer's backward to the embedding's.
         num_units = Counter(bucket for own in buckets_of.values() for bucket in set(own))
@@ -150,9 +150,9 @@ class ParamFetcher(ParamGather):
         """Gather the unit's own buckets, and those of parameters that it is passed as inputs: a tied embedding."""
         passed = []
         for x in (*inputs, *named_inputs.values()):
-            slot = slot_of(x)
-            if slot is not None:
-                passed.append(slot.bucket)
+            sink = param_grad_sink_of(x)
+            if sink is not None:
+                passed.append(sink.bucket)
         if not any(aux_losses.collected for aux_losses in self._aux_losses):
             self._claimed.clear()
         self._needs[unit] = list(dict.fromkeys((*own, *passed)))

@@ -12,7 +12,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.from_megatron_config import settings_from
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad
-from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.checkpoint_tensors import sharded_optimizer_state
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
@@ -33,7 +33,7 @@ class MegatronOptimizer(FlatOptimizerWithParamGroups):
         trained: dict[str, Any] = {}
         for chunk in chunks:
             for name, parameter in chunk.module.named_parameters():
-                if slot_of(parameter) is not None:
+                if grad_sink_of(parameter) is not None:
                     trained[name] = parameter
         kinds = {name: group_of(name, parameter) for name, parameter in trained.items()}
         groups: dict[ParamGroup, dict[str, Any]] = {}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
@@ -22,7 +22,7 @@ def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
     Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters;
     then nothing has been exchanged.
     """
-    wrapped = next((name for name, p in chunk.named_parameters() if slot_of(p) is not None), None)
+    wrapped = next((name for name, p in chunk.named_parameters() if grad_sink_of(p) is not None), None)
     if wrapped is not None:
         raise RuntimeError(
             f"replace_linears: {wrapped} is in the buffers of a DistributedDataParallel already; exchange linears before "

@@ -17,7 +17,7 @@ from megatron.core.distributed.buffer_plan import ParamRange
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.stored_tensor import Stored, read_parts
-from megatron.core.ops.main_grad_interface import slot_of
+from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
@@ -82,7 +82,7 @@ def resident_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOpt
             else:
                 yield from _tensors_of_shard("weights", buffer.param_shard, buffer)
         for name, parameter in chunk.module.named_parameters():
-            if not parameter.requires_grad and slot_of(parameter) is None:
+            if not parameter.requires_grad and grad_sink_of(parameter) is None:
                 yield StateTensor("weights", parameter.data, [ParamRange(name, 0, parameter.numel())])
 
     # masters and moments; a float32 parameter is its own master

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.distributed.param_grad_state import ParamSlot
+from megatron.core.distributed.param_grad_state import ParamGradSink
 
 RUNS = {"a": (0, 3), "b": (4, 6), "c": (6, 7)}  # 3 and 7 are gaps of alignment
 NAN = float("nan")
@@ -17,13 +17,13 @@ class Step:
     """The beginning of a step, time after time: what memory holds then, where it held ones."""
 
     def __init__(self, poison: bool = False):
-        self.gradients, self.slots = torch.zeros(8), []
+        self.gradients, self.sinks = torch.zeros(8), []
         self.buffer = SimpleNamespace(poison=poison)
         for name, (start, stop) in RUNS.items():
-            slot = ParamSlot(name, nn.Parameter(torch.zeros(stop - start)))
-            slot.start, slot.stop = start, stop
-            slot.parameter.main_grad = self.gradients[start:stop].data
-            self.slots.append(slot)
+            sink = ParamGradSink(name, nn.Parameter(torch.zeros(stop - start)))
+            sink.start, sink.stop = start, stop
+            sink.parameter.main_grad = self.gradients[start:stop].data
+            self.sinks.append(sink)
 
     def begin(self) -> list[float]:
         self.gradients.fill_(1.0)
@@ -31,11 +31,11 @@ class Step:
         return self.gradients.tolist()
 
     def open(self, name: str, *, overwrites: bool) -> bool:
-        return next(slot for slot in self.slots if slot.name == name).prepare(overwrites=overwrites)
+        return next(sink for sink in self.sinks if sink.name == name).prepare(overwrites=overwrites)
 
     @property
     def unset(self) -> set[str]:
-        return {slot.name for slot in self.slots if slot.is_unset}
+        return {sink.name for sink in self.sinks if sink.is_unset}
 
 
 def test_all_are_zeros_until_a_product_came_first():
@@ -68,6 +68,6 @@ def test_what_is_left_is_nan_for_debugging_and_must_be_opened():
     step.begin()
     step.open("b", overwrites=True)
     assert [x != x for x in step.begin()] == [False] * 4 + [True] * 2 + [False] * 2
-    step.slots[1].parameter.main_grad.add_(1.0)
+    step.sinks[1].parameter.main_grad.add_(1.0)
     with pytest.raises(RuntimeError, match=r"main_grad of b .*open_main_grad"):
         step.open("b", overwrites=True)

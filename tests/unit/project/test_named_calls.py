@@ -15,9 +15,10 @@ import pytest
 from code_lines import nodes, product_files
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.param_grad_state import ParamSlot
+from megatron.core.distributed.param_grad_state import GradReduceInterface, ParamGradSink
+from megatron.core.distributed.zero import GradReduce
 from megatron.core.offload.activation_offload import HoldsActivations
-from megatron.core.ops.main_grad_interface import DataParallelChunkInterface, GradSlot
+from megatron.core.ops.main_grad_interface import DataParallelChunkInterface, GradSink
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.memory.dry_run import AnyBatch
@@ -37,7 +38,7 @@ OURS = {
     "megatron/core/ops/rematerialize.py _mark_of": "recompute_recipe",
     "megatron/core/ops/rematerialize.py producer_of": "requests",
     "megatron/core/ops/main_grad_interface.py main_grad_of": "main_grad",  # Megatron's name
-    "megatron/core/ops/main_grad_interface.py slot_of": "slot",
+    "megatron/core/ops/main_grad_interface.py grad_sink_of": "grad_sink",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
     "megatron/core/sharding/buffer_placement.py persistent_buffers": "buffer_placements",  # a script's module
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
@@ -50,7 +51,7 @@ OURS = {
     "tools/preprocessing/word_memory.py packer": "word_pattern",
 }
 # Those that are set in the file of their reader alone, on whatever object.
-KEPT_IN_ONE_FILE = ("config_field", "recompute_recipe", "shard", "slot")
+KEPT_IN_ONE_FILE = ("config_field", "recompute_recipe", "shard", "grad_sink")
 
 # What other projects, Python, or scripts have named: whose it is -> file -> names.
 FOREIGN = {
@@ -192,13 +193,13 @@ def test_ours_has_one_reader_for_each_name():
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("def f(x):\n    return getattr(x, 'slot', None)", "slot"),
-        ("def f(x):\n    return [hasattr(x, n) for n in ('slot', 'grad')][0]", "slot"),
-        ("def f(x):\n    for n in ['slot']:\n        setattr(x, n, 1)", "slot"),
-        ("def f(x):\n    object.__setattr__(x, 'slot', 1)", "slot"),
+        ("def f(x):\n    return getattr(x, 'grad_sink', None)", "grad_sink"),
+        ("def f(x):\n    return [hasattr(x, n) for n in ('grad_sink', 'grad')][0]", "grad_sink"),
+        ("def f(x):\n    for n in ['grad_sink']:\n        setattr(x, n, 1)", "grad_sink"),
+        ("def f(x):\n    object.__setattr__(x, 'grad_sink', 1)", "grad_sink"),
         ("def f(x):\n    operator.methodcaller('reserve', 1)(x)", "reserve"),
-        ("def f(x):\n    return [getattr(x, n) for n in ('slot', 'grad')]", None),  # which raises
-        ("def f(x):\n    return x.slot", None),
+        ("def f(x):\n    return [getattr(x, n) for n in ('grad_sink', 'grad')]", None),  # which raises
+        ("def f(x):\n    return x.grad_sink", None),
         ("def f(x, n):\n    return getattr(x, n)", None),
     ],
 )
@@ -280,7 +281,8 @@ def _is_asked_at_runtime(node: ast.ClassDef) -> bool:
         (DataParallelChunkInterface, DistributedDataParallel),
         (HoldsActivations, TransformerBlock),
         (GeneratedBatch, AnyBatch),
-        (GradSlot, ParamSlot),
+        (GradSink, ParamGradSink),
+        (GradReduceInterface, GradReduce),
     ],
 )
 def test_our_class_has_the_methods_that_its_base_declares(base: type, ours: type):
