@@ -20,13 +20,16 @@ from tiny_run import (
     Subject,
     Texts,
     TinyTrainer,
+    assert_equal,
     build_chunks,
     forward_step,
     microbatches,
     pieces_of_chunks,
     put_together,
+    run,
     sample,
 )
+from tiny_t5 import PLAIN as TINY_T5, T5
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +37,7 @@ from megatron.core.datasets.counted_batches import CountedBatches
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.aux_losses import AuxLosses, declared_aux_losses
+from megatron.core.optimizer.loss_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -44,6 +48,7 @@ from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.step import train_step
 from megatron.training.zero_engine import Engine, EngineConfig
 
@@ -112,9 +117,10 @@ def batches_of(batch: BatchShape, first: int, mesh: Any, subject: Subject) -> It
 
 
 class AuxTrainer(TinyTrainer):
-    def __init__(self, mesh: Any, layout: Layout, subject: Subject):
+    def __init__(self, mesh: Any, layout: Layout, subject: Subject, **options: Any):
+        """options: of `TinyTrainer`."""
         optimizer = OptimizerConfig(clip_grad=0.0, weight_decay=0.1)
-        super().__init__(mesh, TINY_GPT2, layout, global_batch=BATCH, optimizer=optimizer, subject=subject)
+        super().__init__(mesh, TINY_GPT2, layout, global_batch=BATCH, optimizer=optimizer, subject=subject, **options)
         self.pipeline.batch = replace(self.batch, tokens_per_sample=SEQ // layout.cp)
 
     def step(self, number: int, *, lr: float = 1e-2, **options: Any) -> Any:
@@ -256,6 +262,16 @@ def test_one_process_has_the_gradients_of_one_graph():
     )
 
 
+def test_the_loss_scale_multiplies_them_too():
+    def work(mesh: Any) -> tuple[list[float], list[float]]:
+        plain = AuxTrainer(mesh, Layout(m=2), MASKED)
+        scaled = AuxTrainer(mesh, Layout(m=2), MASKED, scaler=ConstantGradScaler(1000.0))
+        return [plain.step(number).grad_norm for number in range(2)], [scaled.step(n).grad_norm for n in range(2)]
+
+    ((plain, scaled),) = run_ranks({}, work)
+    assert scaled == pytest.approx(plain, rel=TOLERANCE)
+
+
 def test_tokens_that_nobody_counts_before_the_step_all_count():
     """Then the result says so: the weights are those of a batch without a mask."""
 
@@ -392,3 +408,44 @@ def test_values_of_half_precision_are_summed_in_float32():
     with aux_losses.collecting() as collected:
         aux_losses.add("balance", 1, torch.full((2,), 0.1, dtype=torch.bfloat16), 1.0)
     assert collected[0].value.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- models of two stacks
+
+
+def penalised(subject: Subject, added: set[int]) -> Subject:
+    """The subject with a penalty on the output of each layer, by a hook. added: receives the layers' numbers."""
+
+    def make(config: ModelConfig, *, context: LayerContext, **parts: Any) -> nn.Module:
+        context.aux_losses.declare("norm")
+
+        def add(layer: TransformerLayer, _: Any, output: tuple[Tensor, Any]) -> None:
+            norms = context.sum_over_sample(output[0].square().sum((0, 2))).sqrt()  # [b]
+            context.aux_losses.add("norm", layer.layer_number, norms, 0.2)
+            added.update(loss.layer_number for loss in context.aux_losses.collected)
+
+        model = subject.make(config, context=context, **parts)
+        for module in model.modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_hook(add)
+        return model
+
+    return replace(subject, make=make)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, m=2, split=1, tp=2, sp=True, recompute="uniform 1"),
+        Layout(pp=2, m=4, split=1, schedule="zb-h1", dp=2, data_parallel=zero(3)),
+    ],
+    ids=str,
+)
+def test_both_stacks_of_a_t5_may_add_them(layout: Layout):
+    model = replace(TINY_T5, num_layers=2, decoder_num_layers=2)
+    added: set[int] = set()
+    of_layout, alone = (
+        run(model, each, steps=1, global_batch=8, subject=penalised(T5, added)) for each in (layout, Layout(m=2))
+    )
+    assert_equal(of_layout, alone, TOLERANCE)
+    assert added == {1, 2, 3, 4}, "the decoder's layers are numbered after the encoder's"
