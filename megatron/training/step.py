@@ -190,8 +190,11 @@ def train_step(
     empty(level) returns unused device memory; called with 1 after the backwards and with 2 after the update.
     guard: decides what happens to a step with wrong numbers.
 
+    Auxiliary losses that layers add are weighed against the tokens of the step, which the data iterators count before
+    it (`Pipeline.weigh_aux_losses`).
+
     Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over
-    mp.
+    mp; with auxiliary losses the tokens to come over mp, cp and dp, and their sums over dp and pp.
     """
     # compute the losses, the summed gradients and their norm
     scaler = optimizer.scaler

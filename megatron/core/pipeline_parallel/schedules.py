@@ -347,7 +347,8 @@ def run_step(
     totals = pipeline.run(data, first_sample, loss_scale=gradients.objective_scale, aux_weight=gradients.aux_weight)
     shared = pipeline.share_totals(totals)
     if pipeline.aux_losses:  # their means over the step, in each report, so that means over the reports are right
-        aux_means = {name: shared.report[name] for name in pipeline.aux_losses[0].names if name in shared.report}
+        means = {name: shared.report[name] for name in pipeline.aux_losses[0].names if name in shared.report}
+        aux_means = {name: torch.tensor(mean, dtype=torch.float64, device=device) for name, mean in means.items()}
         reports[:] = [{**report, **aux_means} for report in reports]
     if before_reduce is not None:
         before_reduce(list(chunks))
@@ -378,7 +379,8 @@ def forward_backward(
 ) -> list[Any]:
     """Run the forwards and backwards of one step. Every rank must call.
 
-    Returns the microbatches' reports on the last stage, [] on others.
+    Returns the microbatches' reports on the last stage, [] on others. Each has the means of the step's auxiliary losses,
+    float64 [], by name.
 
     Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over
     data-parallel ranks and divided by the tokens of the step: they are gradients of the mean loss. The caller zeroes

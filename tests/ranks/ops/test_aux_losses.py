@@ -314,7 +314,7 @@ def test_a_loop_of_ones_own_has_the_gradients_of_the_train_step(layout: Layout):
         assert worst <= TOLERANCE * value.abs().max(), f"{key} differs by {worst}"
     for reports in filter(None, (reports for reports, _ in ranks)):
         for name in NAMES:
-            means = [report[name] for report in reports]
+            means = [report[name].item() for report in reports]
             assert means == pytest.approx([wanted["reports"][0][0][name]] * layout.m, rel=TOLERANCE)
 
 

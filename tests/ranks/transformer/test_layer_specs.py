@@ -94,6 +94,20 @@ class OwnCore(nn.Module):
         return (query * key.sigmoid() + value.cumsum(0)).flatten(2)
 
 
+class Penalised(nn.Module):
+    """An MLP that adds the size of its output to the objective."""
+
+    def __init__(self, config, submodules, layer_number, *, layer_context):
+        super().__init__()
+        self.mlp, self.layer_number, self.context = OwnMLP(config, submodules), layer_number, layer_context
+
+    def forward(self, hidden_states):
+        out, bias = self.mlp(hidden_states)
+        size = self.context.sum_over_sample(out.square().sum((0, 2))).sqrt()  # [b]
+        self.context.aux_losses.add("size", self.layer_number, size, 0.1)
+        return out, bias
+
+
 def spec_of(name: str) -> ModuleSpec:
     spec = get_gpt_layer_local_spec()
     parts = spec.submodules
@@ -105,6 +119,8 @@ def spec_of(name: str) -> ModuleSpec:
         attention = {"into": ColumnParallelLinear, "out": RowParallelLinear}
         parts.self_attention = ModuleSpec(OwnAttention, submodules=attention)
         parts.mlp = ModuleSpec(OwnMLP, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
+    if name == "an auxiliary loss":
+        parts.mlp = ModuleSpec(Penalised, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
     if name == "parts of parts":
         parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = OwnColumns
         parts.self_attention.submodules.core_attention = OwnCore
@@ -139,6 +155,8 @@ def trained(mesh, name, steps=2, sp=False):
     ends = {"pre_process": pp.rank == 0, "post_process": pp.rank == pp.size - 1}
     with defer_weight_initialization():
         model = GPTModel(config, spec_of(name), VOCAB, SEQ, **ends)
+    if name == "an auxiliary loss":
+        model.aux_losses.declare("size")
     for path, parameter in model.named_parameters():
         if not hasattr(parameter, "placement"):
             parameter.placement = Placement(tuple(parameter.shape), Constant(1.0), replicated_over=("tp",))
@@ -154,7 +172,9 @@ def trained(mesh, name, steps=2, sp=False):
             seq_length=SEQ,
             micro_batch_size=BATCH,
         )
-        losses += [report["loss"].item() for report in reports]
+        losses += [
+            sum(x.item() for x in report.values()) for report in reports
+        ]  # the auxiliary loss has its mean there
         for parameter in model.parameters():
             parameter.data -= 0.5 * parameter.grad
             parameter.grad = None
@@ -168,7 +188,9 @@ def one_process(name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["parts", "a layer", "norms", "parts of parts", "the engine's", "a subclass"])
+@pytest.mark.parametrize(
+    "name", ["parts", "a layer", "norms", "an auxiliary loss", "parts of parts", "the engine's", "a subclass"]
+)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_modules_of_the_user_train_as_in_one_process(name, sizes):
     losses, whole = one_process(name)
