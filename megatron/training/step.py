@@ -194,7 +194,7 @@ def train_step(
     it (`Pipeline.weigh_aux_losses`).
 
     Scalars communicated: token count and loss over dp and pp, the loss report on the last stage, the gradient norm over
-    mp; with auxiliary losses the tokens to come over mp, cp and dp, and their sums over dp and pp.
+    mp; with auxiliary losses the tokens to come over all ranks, and their sums over dp and pp.
     """
     # compute the losses, the summed gradients and their norm
     scaler = optimizer.scaler

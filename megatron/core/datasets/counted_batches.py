@@ -16,7 +16,7 @@ class CountsTokens(Protocol):
     def num_tokens(self, num_batches: int) -> float | None:
         """Return the tokens that the loss will count in the next batches, over whole samples; None: unknown.
 
-        A rank that has a part of each sample, under context parallelism, counts the whole samples.
+        A rank that has a part of each sample counts the whole samples.
         """
 
 

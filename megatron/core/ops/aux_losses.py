@@ -49,8 +49,8 @@ class AuxLosses:
         """Add coefficient x value to the objective, for a layer of a number from 1 to `num_layers`.
 
         value: [b], of each sample of the microbatch, or [], their mean. It must be complete: a rank that has a part of
-        each sample, under sequence or context parallelism, sums over the others first (`LayerContext.sum_over_sample`);
-        every such rank adds the whole value. Outside a forward of training nothing happens. Raises ValueError for a
+        each sample sums over the others first (`LayerContext.sum_over_sample`), and every such rank adds the whole
+        value. Outside a forward of training nothing happens. Raises ValueError for a
         name that is not declared, a number out of range, or another shape.
         """
         if self._collected is None:

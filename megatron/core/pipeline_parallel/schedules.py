@@ -215,14 +215,14 @@ class Pipeline:
         # one rank of each replica knows its tokens; its ranks share them, then the replicas
         counted = torch.zeros(2, dtype=torch.float64)  # tokens, replicas that know them
         last_iterator = data_iterators.get(self.stages.last)
-        if self.mesh["tp"].is_first and self.mesh["cp"].is_first and isinstance(last_iterator, CountsTokens):
+        if self.mesh["tp"].is_first and self.mesh.sequence.is_first and isinstance(last_iterator, CountsTokens):
             tokens = last_iterator.num_tokens(num_microbatches)
             if tokens is not None:
                 counted[0] = tokens
                 counted[1] = 1
         counted = counted.to(self.device)
-        for axis in ("mp", "cp", "dp"):
-            collectives.all_reduce(counted, self.mesh[axis])
+        for axis in (self.mesh["mp"], self.mesh.sequence, self.mesh.samples):
+            collectives.all_reduce(counted, axis)
         tokens, num_known = counted.cpu().tolist()
 
         replicas = self.mesh.samples.size
@@ -253,7 +253,7 @@ class Pipeline:
 
         aux = packed.new_empty(0)
         if totals.aux is not None:
-            aux = totals.aux.sums.flatten().clone()  # [layers x names x 2]; equal on the ranks of tp and cp
+            aux = totals.aux.sums.flatten().clone()  # [layers x names x 2]; equal on all ranks that share samples
             for axis in (self.mesh.samples, self.mesh["pp"]):
                 collectives.all_reduce(aux, axis)
 
