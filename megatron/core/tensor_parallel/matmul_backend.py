@@ -15,8 +15,8 @@ as every buffer is. They follow two rules:
 - Products read what `end_of_step` of the module (`ChangesAtStepEnd`) has written, and change other buffers only so that
   neither repetition nor order matters, such as by a maximum: recomputation runs `forward` twice, tiles run it for parts of the
   tokens, and zero-bubble schedules run `wgrad` after the forwards of later microbatches.
-- The buffers say how ranks agree on them (`BufferPlacement`): a maximum over all tokens and the whole weight is
-  `BufferPlacement("max", Placement(shape, None, partial_grad=("tp",)))`. Then all layouts compute the same.
+- The buffers say how ranks agree on them. A maximum over all tokens and the whole weight, with which all layouts compute
+  the same, is `BufferPlacement("max", Placement(shape, None, replicated_over=("tp",), partial_grad=("tp",)))`.
 """
 
 import torch
