@@ -49,6 +49,13 @@ class TensorParallel:
     # The products of all linears and of the output layer; None: torch's, as matmul_modes says. Attention is not among them.
     matmul_backend: MatmulBackend | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.matmul_backend, MatmulBackend | None):
+            raise TypeError(
+                f"matmul_backend={self.matmul_backend!r} is no MatmulBackend; give an object of a class that inherits "
+                "megatron.core.tensor_parallel.matmul_backend.MatmulBackend, or None for torch's products"
+            )
+
     @cached_property
     def matmul(self) -> MatmulBackend:
         """The backend of this model's products."""

@@ -63,7 +63,10 @@ class LayerContext:
         return cls(tp, keys or SampleDropoutKeys(0), mesh["embd"], offload_store, cp, restarts_positions)
 
     def with_matmul_backend(self, backend: MatmulBackend) -> "LayerContext":
-        """Return this context with other products in all linear layers and the output layer of what is built with it."""
+        """Return this context with other products in all linear layers and the output layer of what is built with it.
+
+        Raises TypeError if `backend` is no object of a MatmulBackend class.
+        """
         return replace(self, tp=replace(self.tp, matmul_backend=backend))
 
     @property

@@ -1,6 +1,7 @@
 """The 8-bit products of examples/fake_fp8 in every linear: any layout trains as one process does, and scales are state."""
 
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -21,8 +22,11 @@ from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_autograd import linear
+from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tensor_parallel.replace_linears import replace_linears
 from megatron.core.transformer.layer_build_context import LayerContext
 
@@ -98,6 +102,23 @@ def test_the_input_is_saved_in_8_bits_and_the_deferred_product_reads_them():
     work()
     rounded = scales.rounded(x.detach(), FP8.INPUT).flatten(0, 1)  # [tokens, in]
     torch.testing.assert_close(weight.main_grad, torch.ones(6, 8) * rounded.sum(0))
+
+
+def test_the_backend_of_the_page_trains_as_in_one_process():
+    """docs/adding_a_model.md: weights in 8 bits, with a scale that follows the largest."""
+    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class RoundedWeights" in text)
+    names: dict = {}
+    exec(block, names)
+    subject = replace(GPT, make=lambda config, **parts: names["RoundedGPTModel"](config, positions=SEQ, **parts))
+    rounded = partial(run, LLAMA, subject=subject, steps=2, global_batch=6)
+    assert_equal(rounded(Layout(tp=2, sp=True, pp=2, m=3)), rounded(Layout()), 1e-10)
+
+
+def test_a_backend_is_an_object():
+    context = LayerContext(TensorParallel(ALONE), SampleDropoutKeys(0))
+    with pytest.raises(TypeError, match=r"FakeFp8.* is no MatmulBackend; give an object of a class that inherits"):
+        context.with_matmul_backend(FP8.FakeFp8)
 
 
 def test_every_product_of_a_model_has_a_state_of_its_own():
