@@ -21,6 +21,7 @@ class LoRA(nn.Module):
         super().__init__()
         self.weight = linear.weight  # by the linear's names
         self.bias = linear.bias
+        self.matmul_state = linear.matmul_state  # of a MatmulBackend
         object.__setattr__(self, "linear", linear)  # no submodule: it would give its parameters a second name
         self.tp = linear.tp
         self.scale = alpha / rank

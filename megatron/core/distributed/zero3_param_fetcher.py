@@ -71,6 +71,11 @@ def _units_of_modules(module: nn.Module) -> dict[str, str]:
     return units
 
 
+def _uses_its_parameters_itself(module: nn.Module) -> bool:
+    """Return whether no module below it has parameters. It may have modules that hold buffers, such as scales."""
+    return not any(True for child in module.children() for _ in child.parameters())
+
+
 class ParamFetcher(ParamGather):
     """Gathers and releases by hooks on the units of a chunk.
 
@@ -99,8 +104,9 @@ class ParamFetcher(ParamGather):
         buckets_of: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
         for name, submodule in module.named_modules():
             unit = unit_of_module[name]
-            if not any(submodule.children()):
-                buckets_of.setdefault(unit, [])  # without parameters of its own: it may be passed a tied embedding
+            if _uses_its_parameters_itself(submodule):
+                # perhaps without parameters of its own: it may be passed a tied embedding
+                buckets_of.setdefault(unit, [])
             for parameter in submodule.parameters(recurse=False):  # two modules may hold one parameter
                 sink = param_grad_sink_of(parameter)
                 if sink is not None:
@@ -195,7 +201,7 @@ class ParamFetcher(ParamGather):
                 x.register_hook(begin_backward)
 
         sources = [x for x in _tensors((inputs, named_inputs)) if x.grad_fn is not None]
-        if shared and len(sources) == 1 and not any(submodule.children()):
+        if shared and len(sources) == 1 and _uses_its_parameters_itself(submodule):
             # Gradients of a shared parameter are complete only with its last unit's. Released at the end of this unit's
             # backward already, when the gradient of its input is there, it takes no memory while other units compute.
             sources[0].register_hook(lambda _: self._release_unused(self._in_use.pop(use, ())))

@@ -2,6 +2,7 @@
 
     linear_layers, linear_autograd,           the split layers; the matrix product and the lookup with their backward
     embedding_grad_accumulation
+    matmul_backend                            how products are computed: the interface of one's own
     autograd_collectives                      pairs of collectives: one in forward, its counterpart in backward
     cross_entropy, broadcast_batch            the loss of split logits; a batch read once a group
     saved_activations                         saved activations, sharded or offloaded

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.ops.cblas_gemm_bf16bf16f32 import addmm_bf16_to_fp32
 from megatron.core.ops.cpu_half_precision_matmul import (
@@ -30,6 +30,7 @@ from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_defer
 from megatron.core.ops.rematerialize import producer_of, request_from_producer, save_or_recompute
 from megatron.core.parallel import collectives
 from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 
 
 class LinearFunction(torch.autograd.Function):
@@ -46,26 +47,34 @@ class LinearFunction(torch.autograd.Function):
         axis: Axis,
         sequence_parallel: bool,
         store: WeightGradStore | None,
-        matmul_modes: MatmulModes,
+        matmul: MatmulBackend,
+        state: nn.Module | None,
     ) -> Tensor:
         """x: [s, b, in], or [s/t, b, in] under sequence parallelism; weight: [out/t, in] -> [s, b, out/t]"""
-        # Save x for the weight gradient or, if its producer marked it as recomputable, what x is recomputed from.
-        # Under sequence parallelism the shard is saved, not the gathered x.
-        ctx.restore_x, saved_for_x = save_or_recompute(x)
-        ctx.producer = producer_of(x)
+        # Save for the weight gradient what the backend makes of x; or x; or, if the producer of x marked it as
+        # recomputable, what x is recomputed from. Under sequence parallelism the shard is saved, not the gathered x.
+        saved_for_x = matmul.save(x, state)
+        ctx.saved_by_backend = saved_for_x is not None
+        if ctx.saved_by_backend:
+            ctx.restore_x = lambda *saved: matmul.restore(saved, state)
+            ctx.producer = None
+        else:
+            ctx.restore_x, saved_for_x = save_or_recompute(x)
+            ctx.producer = producer_of(x)
         ctx.save_for_backward(weight, *saved_for_x)
         # Under hooks on saved tensors (recomputation, offload) another object comes back, without `main_grad`.
         ctx.weight = weight
         ctx.store = store
         ctx.axis = axis
         ctx.sequence_parallel = sequence_parallel
-        ctx.matmul_mode = matmul_modes.backward
+        ctx.matmul = matmul
+        ctx.state = state
 
         gathered_x = collectives.all_gather(x, axis) if sequence_parallel else x  # [s, b, in]
-        return linear_forward(gathered_x, weight, matmul_modes.forward)  # [s, b, out/t]
+        return matmul.forward(gathered_x, weight, state)  # [s, b, out/t]
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """grad: [s, b, out/t] -> (gradient of x, shaped as x; of the weight [out/t, in], None if it is in `main_grad`)
 
         Saved: the weight for dgrad, and x (or what it is recomputed from) for the weight gradient.
@@ -84,12 +93,13 @@ class LinearFunction(torch.autograd.Function):
         producer_runs_wgrad = False
         if needs_dgrad and needs_wgrad and has_main_grad and not defers_wgrad and ctx.axis.size == 1:
             producer_runs_wgrad = request_from_producer(
-                ctx.producer, lambda x: accumulate_wgrad(ctx.weight, grad, x, ctx.matmul_mode)
+                ctx.producer, lambda x: accumulate_wgrad(ctx.weight, grad, x, ctx.matmul, ctx.state)
             )
 
-        # restore x
+        # restore x; what a backend saved is restored by the deferred work itself, since it may be smaller
         x = None
-        if needs_wgrad and not producer_runs_wgrad:
+        defers_restore = defers_wgrad and ctx.saved_by_backend
+        if needs_wgrad and not producer_runs_wgrad and not defers_restore:
             x = ctx.restore_x(*saved_for_x)  # [s, b, in], or [s/t, b, in] under sequence parallelism
 
         # gather x again: in flight while dgrad is computed
@@ -101,57 +111,106 @@ class LinearFunction(torch.autograd.Function):
         summing = None
         if needs_dgrad:
             start_sum = collectives.start_reduce_scatter if ctx.sequence_parallel else collectives.start_all_reduce
-            summing = start_sum(dgrad(grad, weight, ctx.matmul_mode), ctx.axis)  # [s, b, in] or [s/t, b, in]
+            summing = start_sum(ctx.matmul.dgrad(grad, weight, ctx.state), ctx.axis)  # [s, b, in] or [s/t, b, in]
 
         # wgrad dY_i^T X [out/t, in]: deferred, or computed now
         grad_weight = None
         if defers_wgrad:
             # x is detached, since its graph would keep the stage's input alive until the deferred work runs.
+            kept = tuple(saved.detach() for saved in (saved_for_x if defers_restore else (x,)))
+            restore = ctx.restore_x if defers_restore else None
             gather_over = ctx.axis if ctx.sequence_parallel else ALONE
-            deferred = partial(_run_deferred_wgrad, ctx.weight, grad, x.detach(), gather_over, ctx.matmul_mode)
+            of_product = ctx.matmul, ctx.state
+            deferred = partial(_run_deferred_wgrad, ctx.weight, grad, kept, restore, gather_over, *of_product)
             ctx.store.put(deferred)
             grad_was_deferred(ctx.weight)
         elif needs_wgrad and not producer_runs_wgrad:
             gathered_x = gathering.wait() if gathering else x  # [s, b, in]
-            grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul_mode)
+            grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul, ctx.state)
             # What was gathered or recomputed is freed while the sum is waited for. A handle keeps its result alive.
             gathered_x = x = gathering = None
 
         grad_x = summing.wait() if summing else None
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 @torch.no_grad()
-def _run_deferred_wgrad(weight: Tensor, grad: Tensor, x: Tensor, gather_over: Axis, mode: MatmulMode) -> None:
-    """Gather x [s/t, b, in] over the axis, and accumulate the weight gradient. Every rank of the axis must call."""
-    accumulate_wgrad(weight, grad, collectives.all_gather(x, gather_over), mode)
+def _run_deferred_wgrad(
+    weight: Tensor,
+    grad: Tensor,
+    kept: tuple[Tensor, ...],
+    restore: Callable[..., Tensor] | None,
+    gather_over: Axis,
+    matmul: MatmulBackend,
+    state: nn.Module | None,
+) -> None:
+    """Gather x over the axis, and accumulate the weight gradient. Every rank of the axis must call.
+
+    kept: x [s/t, b, in] alone, or what `restore` computes it from.
+    """
+    x = restore(*kept) if restore else kept[0]
+    accumulate_wgrad(weight, grad, collectives.all_gather(x, gather_over), matmul, state)
+
+
+# ---------------------------------------------------------------- torch's products
+
+
+class TorchMatmul(MatmulBackend):
+    """torch's products, native or widened: on a CPU they may be widened in half precision, as `modes` says."""
+
+    def __init__(self, modes: MatmulModes = NATIVE):
+        self.modes = modes
+
+    def forward(self, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
+        return linear_forward(x, weight, self.modes.forward)
+
+    def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
+        return dgrad(grad, weight, self.modes.backward)
+
+    def wgrad(self, grad: Tensor, x: Tensor, state: nn.Module | None = None) -> Tensor:
+        return wgrad(grad, x, self.modes.backward)
+
+    def accumulate_wgrad(
+        self, total: Tensor, grad: Tensor, x: Tensor, beta: int, state: nn.Module | None = None
+    ) -> None:
+        accumulate = _accumulate_for(grad.device, total.dtype, grad.dtype, self.modes.backward)
+        accumulate(total, grad, x, beta)
+
+
+NATIVE_MATMUL = TorchMatmul()
 
 
 def linear(
-    x: Tensor, weight: Tensor, *, store: WeightGradStore | None = None, matmul_modes: MatmulModes = NATIVE
+    x: Tensor,
+    weight: Tensor,
+    *,
+    store: WeightGradStore | None = None,
+    matmul: MatmulBackend = NATIVE_MATMUL,
+    state: nn.Module | None = None,
 ) -> Tensor:
     """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out].
 
-    store: takes deferred weight gradients.
+    store: takes deferred weight gradients. state: of the weight, see `MatmulBackend`.
     """
-    return LinearFunction.apply(x, weight, ALONE, False, store, matmul_modes)
+    return LinearFunction.apply(x, weight, ALONE, False, store, matmul, state)
 
 
 # ---------------------------------------------------------------- the weight gradient
 
 
-def accumulate_wgrad(weight: Tensor, grad: Tensor, x: Tensor, mode: MatmulMode = "native") -> Tensor | None:
+def accumulate_wgrad(
+    weight: Tensor, grad: Tensor, x: Tensor, matmul: MatmulBackend = NATIVE_MATMUL, state: nn.Module | None = None
+) -> Tensor | None:
     """Add the weight gradient grad^T x to `weight.main_grad` and return None; without a buffer, return it.
 
-    grad: [.., out], x: [.., in], weight: [out, in]. mode: of products that stay in half precision.
+    grad: [.., out], x: [.., in], weight: [out, in]. state: of the weight, see `MatmulBackend`.
     """
     grad = grad.flatten(0, -2)  # [tokens, out]
     x = x.flatten(0, -2)  # [tokens, in]
     main_grad, beta = main_grad_and_beta(weight)
     if main_grad is None:
-        return wgrad(grad, x, mode)
-    accumulate = _accumulate_for(grad.device, main_grad.dtype, grad.dtype, mode)
-    accumulate(main_grad, grad, x, beta)
+        return matmul.wgrad(grad, x, state)
+    matmul.accumulate_wgrad(main_grad, grad, x, beta, state)
     grad_was_added(weight)
     return None
 
@@ -163,7 +222,7 @@ def accumulate_or_defer_wgrad(weight: Tensor, grad: Tensor, x: Tensor, store: We
     """
     if not (store.is_collecting and main_grad_of(weight) is not None):
         return accumulate_wgrad(weight, grad, x)
-    store.put(partial(_run_deferred_wgrad, weight, grad, x.detach(), ALONE, "native"))
+    store.put(partial(_run_deferred_wgrad, weight, grad, (x.detach(),), None, ALONE, NATIVE_MATMUL, None))
     grad_was_deferred(weight)
     return None
 

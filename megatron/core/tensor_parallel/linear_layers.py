@@ -11,6 +11,7 @@ Column-parallel followed by row-parallel needs one collective each way:
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ from megatron.core.sharding.placement import Constant, InitialValue, Placement, 
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
 from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
-from megatron.core.tensor_parallel.linear_autograd import LinearFunction, linear
+from megatron.core.tensor_parallel.linear_autograd import LinearFunction, TorchMatmul, linear
+from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 from megatron.core.tensor_parallel.token_id_check import check_token_ids
 
 
@@ -44,23 +46,45 @@ class TensorParallel:
     matmul_modes: MatmulModes = NATIVE  # how a CPU multiplies in half precision
     # Initialize parameters when they are made; False if `initialize_parameters` or a checkpoint does it later, by name.
     fills: bool = True
+    # The products of all linears and of the output layer; None: torch's, as matmul_modes says. Attention is not among them.
+    matmul_backend: MatmulBackend | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.matmul_backend, MatmulBackend | None):
+            raise TypeError(
+                f"matmul_backend={self.matmul_backend!r} is no MatmulBackend; give an object of a class that inherits "
+                "megatron.core.tensor_parallel.matmul_backend.MatmulBackend, or None for torch's products"
+            )
+
+    @cached_property
+    def matmul(self) -> MatmulBackend:
+        """The backend of this model's products."""
+        return self.matmul_backend or TorchMatmul(self.matmul_modes)
+
+    def matmul_state(self, placement: Placement) -> nn.Module | None:
+        """Return the backend's state of a weight with this placement. A layer holds it, and passes it with the weight."""
+        return self.matmul.state_of(placement, self.dtype, self.device)
 
     @property
     def sequence_axis(self) -> Axis | None:
         """The axis that shards the sequence between layers; None under no sequence parallelism."""
         return self.axis if self.sequence_parallel else None
 
-    def column_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def column_linear(self, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
         """Return x A_i, for this rank's columns: weight [out/t, in] -> [s, b, out/t].
 
-        x: [s, b, in], or [s/t, b, in] under sequence parallelism. Every rank of the axis must call.
+        x: [s, b, in], or [s/t, b, in] under sequence parallelism. state: of `matmul_state` for the weight. Every
+        rank of the axis must call.
         """
         is_sharded = self.sequence_parallel and self.axis.size > 1
-        return LinearFunction.apply(x, weight, self.axis, is_sharded, self.weight_grads, self.matmul_modes)
+        return LinearFunction.apply(x, weight, self.axis, is_sharded, self.weight_grads, self.matmul, state)
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out]"""
-        return linear(x, weight, store=self.weight_grads, matmul_modes=self.matmul_modes)
+    def linear(self, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
+        """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out]
+
+        state: of `matmul_state` for the weight.
+        """
+        return linear(x, weight, store=self.weight_grads, matmul=self.matmul, state=state)
 
     def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
         """Make a parameter of `local_shape` with its placement and this rank's part of its initial value.
@@ -136,12 +160,13 @@ class ColumnParallelLinear(nn.Module):
             sharding = {"shard": {tp.axis.name: 0}, "blocks": blocks}
         weight_placement = Placement((output_size, input_size), init, interleaved=interleaved, **sharding)
         self.weight = tp.parameter((local_size, input_size), weight_placement)
+        self.matmul_state = tp.matmul_state(weight_placement)
         self.bias = None
         if bias:
             self.bias = tp.parameter((local_size,), Placement((output_size,), Constant(0.0), **sharding))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = self.tp.column_linear(x, self.weight)  # [s, b, out/t]
+        y = self.tp.column_linear(x, self.weight, self.matmul_state)  # [s, b, out/t]
         if self.bias is not None and not self.skip_bias_add:
             y = y.add_(self.bias)  # in place: no backward needs the product without its bias
         if self.gather_output:
@@ -187,10 +212,11 @@ class RowParallelLinear(nn.Module):
         local_size = size_per_rank("input size of a row-parallel layer", input_size, tp.axis)
         weight_placement = Placement((output_size, input_size), init, shard={tp.axis.name: 1})
         self.weight = tp.parameter((output_size, local_size), weight_placement)
+        self.matmul_state = tp.matmul_state(weight_placement)
         self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = self.tp.linear(y, self.weight)  # [s, b, out], this rank's term of the sum
+        z = self.tp.linear(y, self.weight, self.matmul_state)  # [s, b, out], this rank's term of the sum
         z = self.sum_over_ranks(z, self.tp.axis)  # [s, b, out] or [s/t, b, out]
         if self.skip_bias_add:
             return z, self.bias

@@ -15,12 +15,12 @@ def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
     """Exchange parallel linears of a model chunk; return the names of those that were exchanged.
 
     make(name, linear) -> the module in its place, with the same forward; None: the linear stays. It must hold the linear's
-    Parameter objects under their names (`weight`, `bias`), so that seeds, checkpoints and placements stay; it may have
-    more. A model_provider calls this before it returns the model: a DistributedDataParallel moves the parameters into
+    Parameter objects under their names (`weight`, `bias`), so that seeds, checkpoints and placements stay, and its
+    `matmul_state` if a `MatmulBackend` has one; it may have more. A model_provider calls this before it returns the model: a DistributedDataParallel moves the parameters into
     buffers. Nothing is communicated, but every rank must exchange the same linears.
 
-    Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters;
-    then nothing has been exchanged.
+    Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters or
+    state; then nothing has been exchanged.
     """
     wrapped = next((name for name, p in chunk.named_parameters() if grad_sink_of(p) is not None), None)
     if wrapped is not None:
@@ -37,11 +37,13 @@ def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
         new = make(name, linear)
         if new is None or new is linear:
             continue
-        own = dict(new.named_parameters(recurse=False))
-        for key, parameter in linear.named_parameters(recurse=False):
-            if own.get(key) is not parameter:
+        own = {**dict(new.named_parameters(recurse=False)), **dict(new.named_children())}
+        parameters = [(key, parameter, "parameter") for key, parameter in linear.named_parameters(recurse=False)]
+        states = [(key, state, "state") for key, state in linear.named_children()]
+        for key, value, what in parameters + states:
+            if own.get(key) is not value:
                 raise ValueError(
-                    f"replace_linears: the {type(new).__name__} in place of {name} must hold its parameter {key} itself, under "
+                    f"replace_linears: the {type(new).__name__} in place of {name} must hold its {what} {key} itself, under "
                     f"this name; set self.{key} = linear.{key}"
                 )
         exchanged[name] = new

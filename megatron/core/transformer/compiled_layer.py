@@ -148,6 +148,8 @@ def _unsupported_setting(config: ModelConfig, tp: TensorParallel) -> str | None:
         return "a program is for --norm-placement pre and plain sums"
     if config.activation_func_clamp_value is not None or config.glu_linear_offset:
         return "the gates of the MLP are bounded or shifted (--activation-func-clamp-value, --glu-linear-offset)"
+    if tp.matmul_backend is not None:
+        return f"its products are those of {type(tp.matmul_backend).__name__}"
     if "widened" in (tp.matmul_modes.forward, tp.matmul_modes.backward):
         return f"this CPU widens products in {str(tp.dtype).removeprefix('torch.')}, block by block"
     return None

@@ -4,7 +4,7 @@ A layer is built from (config, its number, a LayerContext).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 from megatron.core.transformer.model_config import ModelConfig
 
 
@@ -62,6 +63,13 @@ class LayerContext:
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **tensor_parallel_fields)
         cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
         return cls(tp, keys or SampleDropoutKeys(0), mesh["embd"], offload_store, cp, restarts_positions)
+
+    def with_matmul_backend(self, backend: MatmulBackend) -> "LayerContext":
+        """Return this context with other products in all linear layers and the output layer of what is built with it.
+
+        Raises TypeError if `backend` is no object of a MatmulBackend class.
+        """
+        return replace(self, tp=replace(self.tp, matmul_backend=backend))
 
     @property
     def rows(self) -> SequenceShard:

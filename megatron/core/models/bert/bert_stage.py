@@ -27,10 +27,11 @@ class Dense(nn.Module):
         super().__init__()
         self.tp = context.tp
         self.weight = self.tp.replicated((out, width), init, partial=partial)
+        self.matmul_state = self.tp.matmul_state(self.weight.placement)
         self.bias = self.tp.replicated((out,), Constant(0.0), partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.tp.linear(x, self.weight) + self.bias
+        return self.tp.linear(x, self.weight, self.matmul_state) + self.bias
 
 
 class Pooler(nn.Module):

@@ -36,11 +36,10 @@ class LanguageModelHead(nn.Module):
         self.multiplier = config.logit_multiplier
         self.softcap = config.final_logit_softcapping
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
+        weight_placement = Placement((vocab_size, config.hidden_size), config.init, shard={tp.axis.name: 0})
+        self.matmul_state = tp.matmul_state(weight_placement)  # of the product; a tied weight is the embedding's
         if config.untie_embeddings_and_output_weights:
-            self.weight = tp.parameter(
-                (rows, config.hidden_size),
-                Placement((vocab_size, config.hidden_size), config.init, shard={tp.axis.name: 0}),
-            )
+            self.weight = tp.parameter((rows, config.hidden_size), weight_placement)
             declare_tiled_use(self.weight, self.tiles)
         if config.add_output_bias:
             self.bias = tp.parameter((rows,), Placement((vocab_size,), Constant(0.0), shard={tp.axis.name: 0}))
@@ -74,7 +73,7 @@ class LanguageModelHead(nn.Module):
 
         x: [s, b, h] ([s/t, b, h] under sequence parallelism). Every rank of tp must call.
         """
-        logits = self.tp.column_linear(x, weight)
+        logits = self.tp.column_linear(x, weight, self.matmul_state)
         if self.bias is not None:
             logits = logits.add_(self.bias)
         scale = self.multiplier / (self.softcap or 1.0)
