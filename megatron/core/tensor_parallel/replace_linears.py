@@ -14,10 +14,11 @@ MakeLinear = Callable[[str, ParallelLinear], nn.Module | None]
 def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
     """Exchange parallel linears of a model chunk; return the names of those that were exchanged.
 
-    make(name, linear) -> the module in its place, with the same forward; None: the linear stays. It must hold the linear's
-    Parameter objects under their names (`weight`, `bias`), so that seeds, checkpoints and placements stay, and its
-    `matmul_state` if a `MatmulBackend` has one; it may have more. A model_provider calls this before it returns the model: a DistributedDataParallel moves the parameters into
-    buffers. Nothing is communicated, but every rank must exchange the same linears.
+    make(name, linear) -> the module in its place, with the same forward; None: the linear stays. It must hold the
+    linear's Parameter objects under their names (`weight`, `bias`), so that seeds, checkpoints and placements stay, and
+    its `matmul_state` if a `MatmulBackend` has one; it may have more. A model_provider calls this before it returns the
+    model: a DistributedDataParallel moves the parameters into buffers. Nothing is communicated, but every rank must
+    exchange the same linears.
 
     Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters or
     state; then nothing has been exchanged.
