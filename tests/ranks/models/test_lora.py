@@ -113,6 +113,7 @@ def train(script, sizes: dict[str, int], flags: str) -> list[dict[str, torch.Ten
     return run_ranks(sizes, train_rank)
 
 
+@pytest.mark.full
 def test_a_run_begins_from_a_base_saves_resumes_to_the_bit_and_reshards(tmp_path):
     own = example("pretrain")
     parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
@@ -167,6 +168,7 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
     assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
 
 
+@pytest.mark.full
 def test_adapters_are_saved_alone_and_need_their_own_base(tmp_path):
     own = example("pretrain")
     parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
