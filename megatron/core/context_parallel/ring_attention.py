@@ -136,7 +136,7 @@ def zigzag_to_sample_order(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 def sample_to_zigzag_order(x: Tensor, ranks: int, dim: int = 0) -> Tensor:
     """Invert `zigzag_to_sample_order`: [s, ..] with `dim` 0 -> [c, s / c, ..], the rows of each rank.
 
-    Autograd does not see it.
+    Not for autograd: `out=` raises an error for an x that requires a gradient, unless gradients are off.
     """
     chunks = x.chunk(2 * ranks, dim)
     shape = list(x.shape)
@@ -184,7 +184,7 @@ class _OverBlocks(torch.autograd.Function):
         """q: [s / c, b, n, d]; k, v: [s / c, b, groups, d]; sinks: [n]; bias: [n, s / c, s] -> [s / c, b, n, d]"""
         q_heads = _heads_for_kernel(q)  # [b, n, s / c, d]
         kv = torch.stack((_heads_first(k), _heads_first(v)))  # [2, b, groups, s / c, d]
-        # the attention to the keys so far, normalized, with log(sum exp) of each row; each visit merges a block
+        # the attention to the keys so far, normalized, with log(sum exp) of each row; a visit merges one or more blocks
         softmax = OnlineSoftmax(q_heads, sinks)
         saved_kv = transfer.forward(kv, lambda chunks, here: kernel.add(softmax, q_heads, *here, chunks, bias))
         out, log_sums = softmax.result
@@ -232,7 +232,7 @@ def _heads_first(x: Tensor) -> Tensor:
 def _heads_for_kernel(x: Tensor) -> Tensor:
     """Permute [s, b, n, d] -> [b, n, s, d], on a CPU contiguous: each head's rows side by side.
 
-    The CPU's kernel reads rows in place. The rows of a head of [s, b, n, d] are n d numbers apart, often a power of
+    The CPU's kernel reads rows in place. The rows of a head of [s, b, n, d] are b n d numbers apart, often a power of
     two, and then share a few sets of the cache: 8 float32 heads of 64 and 2,048 rows took 107 + 435 ms of processor
     time, copied 59 + 191.
     """

@@ -109,7 +109,7 @@ class Bucket:
         self._is_opened = False
 
     def open_grad(self, sink: ParamGradSink, *, overwrites: bool = False) -> bool:
-        """Prepare `main_grad` of one parameter for a gradient: allocate it if it is released, and set zeros to add to.
+        """Prepare `main_grad` of one parameter for a gradient: allocate it if it is released, set zeros if it is unset.
 
         Returns True if `overwrites` is given and the caller must overwrite instead of adding.
         """
