@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.base import memory_category
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.storage import resize_storage
@@ -103,6 +104,8 @@ class MemoryTracker(TorchDispatchMode):
     def assign_state(self, chunks: Iterable[DistributedDataParallel], optimizer: FlatOptimizer) -> None:
         """Count the resident state of model and optimizer by kind, and follow the buffers that their owners resize."""
         for chunk in chunks:
+            # parameters that were frozen when the chunk was wrapped: they are in no buffer
+            self.assign("parameters", (p for p in chunk.parameters() if grad_sink_of(p) is None))
             for buffer in chunk.buffers:
                 # parameters: in one buffer, or with ZeRO 3 in shards
                 self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from local_ranks import run_ranks
+from measured_memory import SMALL, check
 from same_code import ROOT
 from script_run import trainer_of
 from tiny_run import GPT, GPT2, LLAMA, TINY_GPT2, Layout, Outcome, assert_equal, build_chunks, run
@@ -22,6 +23,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.replace_linears import replace_linears
+from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)
 LAYOUTS = {
@@ -193,3 +195,13 @@ def test_adapters_are_saved_alone_and_need_their_own_base(tmp_path):
         train(script, {}, resume)
     with pytest.raises(RuntimeError, match="is not the base of --load"):
         train(script, {}, f"{resume} --pretrained-checkpoint {tmp_path / 'other'}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["", "--world-size 2 --rank 1 --tensor-model-parallel-size 2 --sequence-parallel"])
+def test_memory_of_adapters_and_their_frozen_base_is_predicted(flags: str):
+    got = measure(f"{SMALL} {flags} --model {ROOT / 'examples/lora/pretrain.py'}".split())
+    check(got.predicted, got.bytes, got.total, got.in_file)
+    assert (
+        got.predicted.parameters > 0 and got.bytes["parameters"] > 4 * got.bytes["gradients"]
+    )  # the base's are among them

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiled_cases import as_written
 from local_ranks import run_ranks
+from measured_memory import SMALL, check
 from same_code import ROOT
 from script_run import trainer_of
 from tiny_run import GPT, GPT2, LLAMA, SEQ, VOCAB, Layout, Outcome, assert_equal, run
@@ -29,6 +30,7 @@ from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.tensor_parallel.replace_linears import replace_linears
 from megatron.core.transformer.layer_build_context import LayerContext
+from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)
 LAYOUTS = {
@@ -194,3 +196,16 @@ def test_scales_are_saved_resumed_to_the_bit_and_loaded_in_any_layout(layout: st
     assert len(whole) == 4 * 4 + 1 and not any((scale == fresh).any() for scale in whole.values())
     alone = train("alone", f" --train-iters 3 --load {tmp_path / 'whole'}")  # a load, and no step
     assert alone.keys() == whole.keys() and all(torch.equal(alone[name], whole[name]) for name in whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--world-size 2 --zero-stage 3",
+        "--bf16 --world-size 2 --rank 1 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
+    ],
+)
+def test_memory_with_inputs_in_8_bits_is_predicted(flags: str):
+    got = measure(f"{SMALL} {flags} --model {ROOT / 'examples/fake_fp8/pretrain.py'}".split())
+    check(got.predicted, got.bytes, got.total, got.in_file)
