@@ -34,8 +34,8 @@ class BufferPlacement:
           "max"   the largest value of all ranks
           "own"   each rank keeps its own value, and saves it by its rank; with a placement, each data-parallel rank
     placement: None: the whole buffer is on every rank. With `shard` it reshards as a parameter does. Values of axes in
-    `partial_grad` are combined as those of data-parallel ranks are, of axes in `replicated_over` they are the first
-    rank's.
+    `partial_grad` are combined as those of data-parallel ranks are; such an axis is in `replicated_over` too, since
+    afterwards its ranks have equal values. Over tp, a "copy" is the first rank's if tp is in `replicated_over`.
     """
 
     sync: Sync = "copy"
@@ -44,6 +44,12 @@ class BufferPlacement:
     def __post_init__(self) -> None:
         if self.sync not in get_args(Sync):
             raise ConfigError(f"BufferPlacement(sync={self.sync!r}); sync is one of {', '.join(get_args(Sync))}")
+        placement = self.placement
+        if placement is not None and (unequal := {*placement.partial_grad} - {*placement.replicated_over}):
+            raise ConfigError(
+                f"BufferPlacement: {', '.join(sorted(unequal))} is in partial_grad and not in replicated_over, but ranks whose "
+                "values are combined have equal ones afterwards; name it in both"
+            )
 
 
 @dataclass(frozen=True, eq=False)

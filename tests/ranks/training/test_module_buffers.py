@@ -332,3 +332,8 @@ def test_a_placement_of_an_unknown_buffer_or_rule_is_refused(refuse):
 )
 def test_a_digest_tells_values_apart(one, other):
     assert digest(one) == digest(copy.deepcopy(one)) != digest(other)
+
+
+def test_an_axis_whose_ranks_are_combined_has_equal_values_afterwards():
+    with pytest.raises(ValueError, match="tp is in partial_grad and not in replicated_over"):
+        BufferPlacement("max", Placement((), None, partial_grad=("tp",)))
