@@ -1,4 +1,4 @@
-"""What a checkpoint's state says of its model's buffers: their names, and what of the model's state it lacks. Pure."""
+"""What a checkpoint's state says of its model's buffers, and of what it lacks of the model's state. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ BUFFERS = (
     "buffers"  # key of a checkpoint's state: name -> [dtype, shape] of each saved buffer; absent before they were saved
 )
 LOST_BUFFERS = "lost_buffers"  # the names of extra states, and before that of buffers, that changed and are not saved
+FROZEN = "frozen"  # {"elements": .., "hash": ..} of the frozen parameters that the checkpoint leaves out
 BUFFERS_AT_START = "buffers_at_start"  # before buffers were saved: name -> digest of the first value
 
 
@@ -32,6 +33,6 @@ def note_of_lost_buffers(state: Mapping[str, Any]) -> str | None:
     if not names:
         return None
     return (
-        f"WARNING: the checkpoint lacks state of its model that training had changed: {first_names(names)}; without them its "
+        f"WARNING: the checkpoint lacks state of its model that training had changed: {first_names(names)}; without it the "
         "weights may compute something else"
     )

@@ -8,7 +8,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.dist_checkpointing.format import BUFFER
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, FROZEN
 from megatron.core.dist_checkpointing.sharded_buffers import (
     buffers_of_model,
     make_absent_buffers,
@@ -80,7 +80,7 @@ def load_model(
         )
 
     # build this rank's stage; matmul modes are measured again, since the checkpoint may come from another CPU
-    if "frozen" in checkpoint.state:
+    if FROZEN in checkpoint.state:
         raise ConfigError(
             f"{checkpoint.folder} holds what was trained alone, without its base (--no-save-frozen); save a checkpoint "
             "with the base, by a run that loads both and has no --no-save-frozen"

@@ -152,7 +152,7 @@ def _of_data(config: Any) -> Iterator[Unread]:
 
 def _of_saving(config: Any) -> Iterator[Unread]:
     if config.checkpoint.save is None:
-        yield config.checkpoint, ("save_optim",), "nothing is saved without --save"
+        yield config.checkpoint, ("save_optim", "save_frozen"), "nothing is saved without --save"
 
 
 def _of_skipped_training(config: Any) -> Iterator[Unread]:

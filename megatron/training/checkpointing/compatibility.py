@@ -24,7 +24,7 @@ from megatron.convert.hf_origin import provenance_problems
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, option_fields, type_mismatches
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, BUFFERS_AT_START, LOST_BUFFERS
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, BUFFERS_AT_START, FROZEN, LOST_BUFFERS
 from megatron.core.ops import dropout_masks
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -197,9 +197,9 @@ _OPTIONAL: _Types = {
     **_typed((list,), "checkpoints", ABSENT_HEADS, LOST_BUFFERS),
     **_typed((dict,), FUNCTIONS),
     **_typed((str,), f"{FUNCTIONS}/*"),
-    **_typed((dict,), BUFFERS, BUFFERS_AT_START, "frozen"),
-    **_typed((int,), "frozen/elements"),
-    **_typed((str,), "frozen/hash"),
+    **_typed((dict,), BUFFERS, BUFFERS_AT_START, FROZEN),
+    **_typed((int,), f"{FROZEN}/elements"),
+    **_typed((str,), f"{FROZEN}/hash"),
     **_typed((list,), f"{BUFFERS}/*"),
     **_typed((str,), f"{BUFFERS_AT_START}/*"),
     **_typed((int,), "train/guard/*/seen"),

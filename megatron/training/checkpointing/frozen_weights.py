@@ -24,7 +24,6 @@ from megatron.core.storage.paths import path_of
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.global_vars import print_rank_0
 
-FROZEN = "frozen"  # key of a checkpoint's state: {"elements": .., "hash": ..} of the parameters that it lacks
 _MODEL = "model/"
 _GOLDEN = -7046029254386353131  # 2^64 / the golden ratio, odd: far-spread multiples
 _ELEMENTS_AT_ONCE = 2**20  # bounds the 64-bit copies
@@ -102,7 +101,7 @@ def load_base(
 ) -> None:
     """Fill the frozen parameters from --pretrained-checkpoint, and check that they are the base of the checkpoint.
 
-    saved: the checkpoint's `FROZEN`. source: its flag and folder. Every rank must call. Raises ConfigError, or
+    saved: the entry `FROZEN` of the checkpoint's state. source: its flag and folder. Every rank must call. Raises ConfigError, or
     CheckpointError for damage.
     """
     root = config.pretrained_checkpoint

@@ -21,7 +21,7 @@ import torch
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, save_checkpoint as write_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, LOST_BUFFERS
+from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, FROZEN, LOST_BUFFERS
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops import cpu_half_precision_matmul as matmul, dropout_masks
@@ -35,7 +35,7 @@ from megatron.core.storage.paths import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing import compatibility, non_persistent_checkpoint, tokenizer_compatibility
-from megatron.training.checkpointing.frozen_weights import FROZEN, frozen_names, frozen_state, load_base
+from megatron.training.checkpointing.frozen_weights import frozen_names, frozen_state, load_base
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
 from megatron.training.checkpointing.model_name import model_name
@@ -153,7 +153,7 @@ def checkpoint_contents(
     json_state[BUFFERS] = buffers
     if lost:
         json_state[LOST_BUFFERS] = lost
-    if frozen is not None:
+    if frozen is not None and frozen["elements"]:
         json_state[FROZEN] = frozen
     return tensors, json_state
 
