@@ -19,7 +19,7 @@ import random
 import subprocess
 from pathlib import Path
 
-SEED = 20261128
+SEED = 20261129
 OF_EACH = 40
 
 
