@@ -1,12 +1,21 @@
 """The matrix product of all parallel linear layers; its backward overlaps communication with the weight gradient.
 
-Column-parallel, Y = X A with A = [A_1 .. A_t] split by columns:      backward   dX = sum over ranks of dY_i A_i^T
-    X is replicated, so dX is summed over the axis;
-    under sequence parallelism X is sharded: it is gathered in the forward and, to save memory, again in the backward;
-    dX is reduce-scattered.
-The second gather is in flight while dX is computed, and the reduction of dX while the weight gradient dA_i = X^T dY_i is.
+Column-parallel on t ranks, each with out/t output features: weight W_i [out/t, in].
 
-A weight in a gradient buffer has `main_grad`, where its gradient accumulates; the gradient of others goes to autograd.
+    forward     X [s, b, in] is equal on all ranks; under sequence parallelism a rank has the rows X_i [s/t, b, in], and
+                an all-gather makes X of them. Y_i = X W_i^T [s, b, out/t]; this function leaves it on its rank.
+    saved       W_i; and X or X_i, or what it is recomputed from. The gathered X is not saved, which is why it is
+                gathered again.
+    backward    1. under sequence parallelism: start the all-gather of X_i
+                2. compute dY_i W_i [s, b, in], and start its sum over the ranks, dX: an all-reduce, or under sequence
+                   parallelism a reduce-scatter to dX_i [s/t, b, in]
+                3. wait for 1, and compute dW_i = dY_i^T X [out/t, in]: complete, no sum over these ranks follows
+                4. wait for 2
+So the gather is in flight during the product of 2, and the sum of dX during that of 3. Row-parallel layers use the same
+function over no ranks (`linear`): they communicate outside it.
+
+A weight in a gradient buffer has `main_grad`, where its gradient accumulates; only its gradient may be computed later than
+in 3. The gradient of other weights goes to autograd.
 """
 
 from collections.abc import Callable
@@ -36,7 +45,8 @@ from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 class LinearFunction(torch.autograd.Function):
     """The product of a parallel linear layer, with the communication of a column-parallel layer.
 
-    On an axis of one rank it does not communicate. Every rank of the axis must call, forward and backward.
+    axis: the t tensor-parallel ranks; without sequence parallelism only the backward communicates over it. On an axis of
+    one rank nothing does. Every rank of the axis must call, forward and backward. A bias is not part of it.
     """
 
     @staticmethod
@@ -51,8 +61,10 @@ class LinearFunction(torch.autograd.Function):
         state: nn.Module | None,
     ) -> Tensor:
         """x: [s, b, in], or [s/t, b, in] under sequence parallelism; weight: [out/t, in] -> [s, b, out/t]"""
-        # Save for the weight gradient what the backend makes of x; or x; or, if the producer of x marked it as
-        # recomputable, what x is recomputed from. Under sequence parallelism the shard is saved, not the gathered x.
+        # Save for the weight gradient, by the first that applies: what the backend makes of x (such as a quantised x;
+        # torch's own products make nothing); the inputs from which x is recomputed, if the producer of x marked it as
+        # recomputable; x itself. Under sequence parallelism x is the shard, before it is gathered. A frozen weight
+        # changes none of this: its backward just does not use what is saved for x.
         saved_for_x = matmul.save(x, state)
         ctx.saved_by_backend = saved_for_x is not None
         if ctx.saved_by_backend:
@@ -62,7 +74,8 @@ class LinearFunction(torch.autograd.Function):
             ctx.restore_x, saved_for_x = save_or_recompute(x)
             ctx.producer = producer_of(x)
         ctx.save_for_backward(weight, *saved_for_x)
-        # Under hooks on saved tensors (recomputation, offload) another object comes back, without `main_grad`.
+        # The parameter itself, for its `main_grad`: under hooks on saved tensors (recomputation, offload) another object
+        # comes back, without `main_grad`; the backward takes from that only the values.
         ctx.weight = weight
         ctx.store = store
         ctx.axis = axis
@@ -75,8 +88,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [s, b, out/t] -> (gradient of x, shaped as x; of the weight [out/t, in], None if it is in `main_grad`)
+        """grad: [s, b, out/t] -> (gradient of x, shaped as x, None if not needed; of the weight [out/t, in])
 
+        The weight's is None if it is added to `main_grad`, now or later, or if the weight is frozen.
         Saved: the weight for dgrad, and x (or what it is recomputed from) for the weight gradient.
         """
         weight, *saved_for_x = ctx.saved_tensors
@@ -84,30 +98,34 @@ class LinearFunction(torch.autograd.Function):
         has_main_grad = main_grad_of(ctx.weight) is not None
 
         # Is the weight gradient computed here, or later? A pipeline schedule may collect weight gradients to fill its
-        # bubble with them (ZB). That needs a `main_grad`, since autograd takes the gradient now or never.
+        # bubble with them (ZB): during its input-gradient half (action I), and only then, the store is collecting.
+        # That needs a `main_grad`, since autograd takes the gradient now or never.
         defers_wgrad = needs_wgrad and has_main_grad and ctx.store is not None and ctx.store.is_collecting
 
         # The producer of x reads, in its own backward, what x is recomputed from. If asked, it recomputes x in the same
-        # pass over memory, and runs the weight gradient with it. Only on one rank: on more, the weight gradient must run
-        # now, to hide the sum of dX.
+        # pass over memory, and runs the weight gradient with it: later in this same backward, once it has got dX. Only on
+        # one rank: on more, the weight gradient must run now, to hide the sum of dX. The answer is False if x was not
+        # recomputable, or if this backward does not reach the producer.
         producer_runs_wgrad = False
         if needs_dgrad and needs_wgrad and has_main_grad and not defers_wgrad and ctx.axis.size == 1:
             producer_runs_wgrad = request_from_producer(
                 ctx.producer, lambda x: accumulate_wgrad(ctx.weight, grad, x, ctx.matmul, ctx.state)
             )
 
-        # restore x; what a backend saved is restored by the deferred work itself, since it may be smaller
+        # restore x: as saved, or recomputed now, also for deferred work; but what a backend saved is restored by the
+        # deferred work itself, since it may be smaller
         x = None
         defers_restore = defers_wgrad and ctx.saved_by_backend
         if needs_wgrad and not producer_runs_wgrad and not defers_restore:
             x = ctx.restore_x(*saved_for_x)  # [s, b, in], or [s/t, b, in] under sequence parallelism
 
-        # gather x again: in flight while dgrad is computed
+        # gather x again: in flight while dgrad is computed; deferred work gathers when it runs, and not here
         gathering = None
         if ctx.sequence_parallel and needs_wgrad and not defers_wgrad:
             gathering = collectives.start_all_gather(x, ctx.axis)  # [s, b, in]
 
-        # dgrad dY_i A_i^T [s, b, in]; its sum over the ranks is in flight while the weight gradient is computed
+        # dgrad dY_i W_i [s, b, in]; its sum over the ranks is in flight while the weight gradient is computed here, if it
+        # is; without dgrad (x needs no gradient) nothing is summed
         summing = None
         if needs_dgrad:
             start_sum = collectives.start_reduce_scatter if ctx.sequence_parallel else collectives.start_all_reduce
@@ -116,21 +134,22 @@ class LinearFunction(torch.autograd.Function):
         # wgrad dY_i^T X [out/t, in]: deferred, or computed now
         grad_weight = None
         if defers_wgrad:
-            # x is detached, since its graph would keep the stage's input alive until the deferred work runs.
+            # Kept until then: dY [s, b, out/t], and x as it was saved or recomputed, [s/t, b, in] under sequence
+            # parallelism. x is detached, since its graph would keep the stage's input alive until the deferred work runs.
             kept = tuple(saved.detach() for saved in (saved_for_x if defers_restore else (x,)))
             restore = ctx.restore_x if defers_restore else None
             gather_over = ctx.axis if ctx.sequence_parallel else ALONE
             of_product = ctx.matmul, ctx.state
             deferred = partial(_run_deferred_wgrad, ctx.weight, grad, kept, restore, gather_over, *of_product)
             ctx.store.put(deferred)
-            grad_was_deferred(ctx.weight)
+            grad_was_deferred(ctx.weight)  # ZeRO stage 3 may release the weight now: dgrad has read it
         elif needs_wgrad and not producer_runs_wgrad:
             gathered_x = gathering.wait() if gathering else x  # [s, b, in]
-            grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul, ctx.state)
+            grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul, ctx.state)  # None: in `main_grad`
             # What was gathered or recomputed is freed while the sum is waited for. A handle keeps its result alive.
             gathered_x = x = gathering = None
 
-        grad_x = summing.wait() if summing else None
+        grad_x = summing.wait() if summing else None  # [s, b, in], or [s/t, b, in] under sequence parallelism
         return grad_x, grad_weight, None, None, None, None, None
 
 
@@ -146,7 +165,9 @@ def _run_deferred_wgrad(
 ) -> None:
     """Gather x over the axis, and accumulate the weight gradient. Every rank of the axis must call.
 
-    kept: x [s/t, b, in] alone, or what `restore` computes it from.
+    The gather is waited for at once: dgrad, which hides it elsewhere, was computed before. gather_over: ALONE without
+    sequence parallelism, where nothing is gathered. kept: x, the shard [s/t, b, in] if it is gathered, else [s, b, in];
+    or what a backend saved, from which `restore` makes x.
     """
     x = restore(*kept) if restore else kept[0]
     accumulate_wgrad(weight, grad, collectives.all_gather(x, gather_over), matmul, state)
@@ -190,6 +211,7 @@ def linear(
 ) -> Tensor:
     """Return x W^T, without communication. x: [.., in], weight: [out, in] -> [.., out].
 
+    For row-parallel layers, whose callers sum the result over the ranks, and for layers that are not split.
     store: takes deferred weight gradients. state: of the weight, see `MatmulBackend`.
     """
     return LinearFunction.apply(x, weight, ALONE, False, store, matmul, state)
@@ -202,6 +224,9 @@ def accumulate_wgrad(
     weight: Tensor, grad: Tensor, x: Tensor, matmul: MatmulBackend = NATIVE_MATMUL, state: nn.Module | None = None
 ) -> Tensor | None:
     """Add the weight gradient grad^T x to `weight.main_grad` and return None; without a buffer, return it.
+
+    With a buffer it reports the gradient, which may start the reduction of the weight's bucket over the data-parallel
+    ranks, and in ZeRO stage 3 may release the weight.
 
     grad: [.., out], x: [.., in], weight: [out, in]. state: of the weight, see `MatmulBackend`.
     """
