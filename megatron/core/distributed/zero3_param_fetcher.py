@@ -4,15 +4,24 @@ A unit is a layer of a list of layers, an `nn.MultiheadAttention`, which uses it
 of these, a module that holds parameters, itself or in an `nn.ParameterList` or another list without a forward. Hooks
 report each use (`grad_count.py`):
 
-    forward     pre-hook: gather this unit, prefetch the next        hook: release
-    backward    hook on the output's gradient: gather this unit, prefetch the previous
-                last gradient written or deferred: release (`ParamFetcher.bucket_done`)
+    forward     pre-hook: gather this unit and wait for it, prefetch the next
+                hook: release this unit; in a recomputation nothing is released here
+    backward    hook on the gradient of a tensor that the unit returned, which fires before the backward of the unit: gather
+                this unit and wait for it, prefetch the previous
+                last gradient of a bucket written or deferred: release that bucket (`ParamFetcher.bucket_done`)
+
+A unit's parameters are in one bucket or several; gathering and releasing go by bucket. To release is to free the whole
+values: the rank's shard stays. Units are ordered by their first use, which prefetches nothing, since the next unit is not
+known yet. With --overlap-param-gather (`ahead`) to prefetch is to start its all-gather; without, only to start
+reading this rank's shard of it, if that is offloaded. A new forward or backward of a microbatch begins with everything
+released.
 
 An output that the unit was given and returns unchanged, as a layer does that returns (hidden states, context), is no
 output of it: the context's gradient is complete only when the backward of the first layer that reads it is over.
 
-In a backward, a unit's parameters stay resident until their gradients are complete or deferred (zero-bubble schedules).
-Recomputation runs a forward inside a backward: its pre-hook gathers, and that backward releases.
+In a backward, a unit's parameters stay resident until their gradients are complete or deferred (zero-bubble schedules);
+where `grad_count.py` does not know yet how many gradients come, until the next forward or backward begins.
+Recomputation runs a forward inside a backward: its pre-hook gathers what is not resident, and that backward releases.
 
 Three things follow for modules. A unit must return a tensor of its own: its backward begins with the gradient of that
 tensor. A layer with a backward of its own must compute the gradient of its input before it reports the last gradient of
@@ -81,8 +90,10 @@ class ParamFetcher(ParamGather):
 
     ahead: the next unit's all-gather is in flight while one computes.
 
-    Two units may use one bucket (a shared parameter). In a backward it is released only when no unit whose backward has
-    begun still needs it: `_in_use` lists those buckets by use, a use being one forward of one unit.
+    Two units may use one bucket (a shared parameter). Its gradients are complete only after the last of these units'
+    backwards, which is when `bucket_done` releases it, as every bucket. It may be released earlier as well, between two of
+    these backwards, but only when no unit whose backward has begun still needs it: `_in_use` lists those buckets by use, a
+    use being one forward of one unit.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], counter: GradCounter, *, ahead: bool):
@@ -90,7 +101,7 @@ class ParamFetcher(ParamGather):
         self._ahead = ahead
         self._counter = counter
         self._in_backward = False
-        self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last use
+        self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last forward
         self._versions: dict[str, dict[int, int]] = {}  # versions of the inputs of each unit's last use, by id
         self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
         self._order: list[str] = []  # units in the order of their first use; a second use prefetches, too
@@ -135,7 +146,7 @@ class ParamFetcher(ParamGather):
         """Prepare a forward of the chunk. Here each unit gathers its own parameters."""
 
     def bucket_done(self, bucket: Bucket) -> None:
-        """Release the bucket: the backward no longer needs the values."""
+        """Release the bucket: all gradients of this backward are written or deferred, so nothing reads the values."""
         bucket.release_params()
 
     def updated(self) -> None:
@@ -145,7 +156,7 @@ class ParamFetcher(ParamGather):
                 bucket.gather_updated()
 
     def finish(self) -> None:
-        """Release all but this rank's shards."""
+        """Release all but this rank's shards, also what was prefetched and not used: a gather in flight is waited for."""
         self._in_use.clear()
         for bucket in self._buckets:
             bucket.release_params()
@@ -153,33 +164,38 @@ class ParamFetcher(ParamGather):
     def _before_forward(
         self, unit: str, own: list[Bucket], _: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
     ) -> None:
-        """Gather the unit's own buckets, and those of parameters that it is passed as inputs: a tied embedding."""
+        """Forward pre-hook: gather the unit's own buckets, and those of parameters that it is passed as inputs.
+
+        Such an input, a tied embedding, is an argument itself, not one inside a tuple or list.
+        """
         passed = []
         for x in (*inputs, *named_inputs.values()):
             sink = param_grad_sink_of(x)
             if sink is not None:
                 passed.append(sink.bucket)
         if not any(aux_losses.collected for aux_losses in self._aux_losses):
-            self._claimed.clear()
+            self._claimed.clear()  # a new forward of the chunk, whose layers have added none yet
         self._needs[unit] = list(dict.fromkeys((*own, *passed)))
         if self._needs[unit]:
             self._fetch(unit, +1)
         for bucket in self._needs[unit]:
             self._counter.enter(bucket)  # which ignores a recomputation
+        # `_after_forward` tells by the version an input that was changed in place from one that is returned as it came.
         # Numbers, not tensors: a recomputation may stop in the middle of a forward, and would keep them alive.
         self._versions[unit] = {id(x): x._version for x in _tensors((inputs, named_inputs)) if x.requires_grad}
 
     def _after_forward(
         self, unit: str, submodule: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any], output: Any
     ) -> None:
-        """Release the unit's buckets, and set hooks on its output that gather them for its backward.
+        """Forward hook: set hooks on the unit's output that gather its buckets for its backward, and release them.
 
-        Raises RuntimeError if all tensors of the output came in as inputs.
+        Where nothing needs a gradient, as in validation, no hook is set. Raises RuntimeError if the output has tensors
+        that need a gradient, and all of these came in as inputs unchanged, though the unit has parameters.
         """
         shared = [bucket for bucket in self._needs[unit] if bucket in self._shared]
         use = object()
 
-        def begin_backward(_: Tensor) -> None:
+        def begin_backward(_: Tensor) -> None:  # of several outputs the first to get its gradient gathers
             self._in_use[use] = shared
             self._fetch(unit, -1)
 
@@ -188,6 +204,7 @@ class ParamFetcher(ParamGather):
             # an input that was changed in place is the unit's own output
             versions = self._versions[unit]
             own_outputs = [x for x in outputs if versions.get(id(x)) != x._version]
+            # so is an auxiliary loss that its forward added: its gradient may come first
             own_outputs += [x for x in self._new_aux_values() if x.requires_grad]
             if outputs and not own_outputs:
                 raise RuntimeError(
@@ -204,9 +221,13 @@ class ParamFetcher(ParamGather):
         if shared and len(sources) == 1 and _uses_its_parameters_itself(submodule):
             # Gradients of a shared parameter are complete only with its last unit's. Released at the end of this unit's
             # backward already, when the gradient of its input is there, it takes no memory while other units compute.
+            # Only for a module whose children have no parameters, with one input that autograd computed: of several
+            # inputs nobody knows whose gradient is the last. Elsewhere the bucket waits for `bucket_done`.
             sources[0].register_hook(lambda _: self._release_unused(self._in_use.pop(use, ())))
 
-        if not self._in_backward:  # in a recomputation, the backward that follows needs them
+        # In a recomputation, the backward that follows needs them. In a forward, a shared bucket is released as well: the
+        # unit that needs it next gathers it again.
+        if not self._in_backward:
             for bucket in self._needs[unit]:
                 bucket.release_params()
 
@@ -218,23 +239,31 @@ class ParamFetcher(ParamGather):
         return new
 
     def _release_unused(self, shared: Sequence[Bucket]) -> None:
-        """Release those of the shared buckets that no other use needs."""
+        """Release those of the shared buckets that are not in `_in_use`.
+
+        shared: those of a use whose backward has just ended. A use whose backward has not begun yet does not keep a
+        bucket: it gathers it again. One whose end no hook reports keeps it, until `bucket_done`.
+        """
         for bucket in shared:
             if not any(bucket in others for others in self._in_use.values()):
                 bucket.release_params()
 
     def _fetch(self, unit: str, direction: int) -> None:
-        """Gather the unit's buckets, and begin to bring the next unit's. direction: +1 in a forward, -1 in a backward.
+        """Gather the unit's buckets and wait for them; then begin to bring the next unit's, without waiting.
+
+        direction: +1 in a forward, -1 in a backward, where the next unit is the one before.
 
         ahead        all-gather of the next unit in flight     the one after it is read from its tier
         otherwise                                              the next unit is read from its tier
+
+        Its tier is where the shard is offloaded; from the device's memory nothing has to be read.
         """
         for bucket in self._needs[unit]:
-            bucket.start_gather()
+            bucket.start_gather()  # unless it is resident, or in flight since it was prefetched
         for bucket in self._needs[unit]:
             bucket.finish_gather()
         if unit not in self._order:
-            self._order.append(unit)
+            self._order.append(unit)  # now the last one: it has no next unit until that is used
 
         # Recomputation runs forward inside a backward. After its last unit the backward needs the units before it, so
         # there is no prefetch; also not inside a recomputed group of layers, where the next unit would be right.
@@ -243,7 +272,7 @@ class ParamFetcher(ParamGather):
         following = self._order.index(unit) + direction
         if self._ahead and 0 <= following < len(self._order):
             for bucket in self._needs[self._order[following]]:
-                bucket.start_gather()
+                bucket.start_gather()  # waited for in that unit's own `_fetch`
             following += direction
         if 0 <= following < len(self._order):
             for bucket in self._needs[self._order[following]]:
