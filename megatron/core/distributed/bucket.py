@@ -4,17 +4,26 @@ Its gradients in one step (stages 0 and 1), or in one microbatch (stages 2 and 3
 
     begin_step()          main_grads are zeros, or unset where a matrix product will overwrite them, or released
     open_grad(sink)       before each gradient: released memory is allocated, missing zeros are set
-    start_reduce()        the collective starts: an all-reduce (stage 0) or a reduce-scatter to each rank's shard
-    finish_reduce()       `grad_shard` is the sum over the ranks; stages 2 and 3 add it to the earlier microbatches'
-                          sum, and release the gradients
-    sum_over_replicas()   stages 2 and 3, end of step: the sum over the copies of the shard is added
+    start_reduce()        the collective starts: an all-reduce over all data-parallel ranks (stage 0), or a reduce-scatter
+                          over `axes.shard`, to each rank's shard
+    finish_reduce()       stages 0 and 1: `grad_shard` is the sum over all data-parallel ranks; stages 2 and 3 add the sum
+                          over `axes.shard` to the earlier microbatches' sum, and release the gradients
+    sum_over_replicas()   stages 2 and 3, once, at the end of the step: the shard is summed over its copies
+
+Sums, not means: the step divides by its tokens later. Copies of a shard (replicas) are there only with hybrid sharding,
+--num-distributed-optimizer-instances: `axes.shard` has the ranks that together hold one set of shards, `axes.replica` those
+that hold equal ones, `axes.reduce` all of both. --outer-dp-sharding-strategy optim calls the latter `axes.outer`, and each
+updates a part of the shard. Else `axes.shard` has all data-parallel ranks. In stage 0 it has one rank: the shard is all.
 
 `grad_shard` by stage:
 
     stage   memory of grad_shard                    after finish_reduce
     0       the bucket's gradients themselves       the sum over all ranks, in place (--grad-reduce-in-bf16: copied)
-    1       this rank's part of the gradients       the sum, copied from the reduce-scatter's output
+    1       this rank's part of the gradients       the sum, copied from the reduce-scatter's output; the other parts
+                                                    keep this rank's own gradients
     2, 3    its own                                 the sum of all microbatches so far
+
+With --main-grads-dtype bf16 the memory is its own in stage 1 too: the gradients are bfloat16, `grad_shard` is float32.
 
 Its parameters:
 
@@ -47,8 +56,8 @@ from megatron.core.parallel.accelerator import to_device
 class Bucket:
     """Bucket `number` of a buffer. All ranks of the buffer's axes must make the same calls in the same order.
 
-    order: checks that they do, in stages 2 and 3. With --grad-reduce-in-bf16 a bfloat16 copy of the gradients is sent,
-    and the result is widened.
+    It does not decide when: the strategies of `zero.py` call it. order: checks that the ranks agree, in stages 2 and 3.
+    With --grad-reduce-in-bf16 a bfloat16 copy of the gradients is sent, and the result is widened.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, number: int, order: CollectiveOrderCheck | None = None):
@@ -60,8 +69,8 @@ class Bucket:
         self._order = order
 
         # counts of this step
-        self.missing = 0  # parameters that have fewer gradients in this step than expected
-        self.is_written = False  # gradients were added since the last reduction
+        self.missing = 0  # parameters that have fewer gradients in this step than expected; `zero.py` counts
+        self.is_written = False  # gradients were added since the last reduction; set by `zero.py`, in stages 2 and 3
 
         # this rank's shard, flat
         start = self.plan.start
@@ -71,7 +80,8 @@ class Bucket:
         self.grad_shard = buffer.grad_shard.at(start + part.start, start + part.stop)
         self.param_shard = buffer.param_shard.at(start + part.start, start + part.stop)
 
-        # all elements of the bucket: releasable buffers; None: they are a part of the buffer and stay resident
+        # all elements of the bucket: releasable buffers; None: they are a part of the buffer and stay resident. Gradients
+        # are releasable in stages 2 and 3, and lazily allocated ones: on a CPU where no other rank adds to them.
         self._params = buffer.params_of[number] if buffer.params_of else None
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
         self._parameters = [sink.parameter for sink in self.sinks]
@@ -93,9 +103,14 @@ class Bucket:
     # ---------------------------------------------------------------- gradients, in the order of a step
 
     def begin_step(self) -> None:
-        """Forget everything of the last step, which may have ended in an error."""
+        """Forget everything of the last step, which may have ended in an error. It communicates nothing new.
+
+        stages 2 and 3                  gradients released; `grad_shard` is zeros
+        lazily allocated, used before   gradients released until the first gradient of this step (not with `keeps_grads`)
+        otherwise                       gradients stay, and are cleared; released ones stay released
+        """
         if self._reducing is not None:
-            # After an error a collective may still be writing into these buffers.
+            # After an error a collective may still be writing into these buffers. Its result is dropped.
             self._reducing.wait()
         self._reducing = None
         self.is_written = False
@@ -111,16 +126,19 @@ class Bucket:
     def open_grad(self, sink: ParamGradSink, *, overwrites: bool = False) -> bool:
         """Prepare `main_grad` of one parameter for a gradient: allocate it if it is released, set zeros if it is unset.
 
-        Returns True if `overwrites` is given and the caller must overwrite instead of adding.
+        overwrites: the caller is a matrix product that can overwrite `main_grad`, which then needs no zeros. Returns True
+        if it must: `main_grad` is unset. Else, also without `overwrites`, the caller adds. The memory is that of the whole
+        bucket: its first gradient allocates it for all of its parameters.
         """
         if self._shards_grads:
+            # A sum in flight is that of this bucket's last microbatch, and finishing it releases the memory.
             # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
             self.finish_reduce()
         self.open()
         return sink.prepare(overwrites=overwrites)
 
     def open(self) -> None:
-        """Allocate released gradients, and clear them."""
+        """Allocate the bucket's released gradients, and clear them. Resident ones, perhaps with values, stay as they are."""
         self._is_opened = True
         if self._grads is not None and not self._grads.is_open:
             self._grads.open()
@@ -130,6 +148,7 @@ class Bucket:
     def complete(self) -> None:
         """Set zeros where this step has added no gradient, before the sum or the update reads them.
 
+        In stages 2 and 3, where gradients are cleared each time they are allocated, it is those of one microbatch.
         Allocates a released bucket that got no gradient at all: of lazy gradients, which the update reads. Stages 2 and
         3 do not reduce such a bucket.
         """
@@ -140,17 +159,23 @@ class Bucket:
 
     @memory_kind("communication")
     def start_reduce(self) -> None:
-        """Start the sum over the ranks. A second call changes nothing."""
+        """Start the sum over the ranks. While one is in flight, a call changes nothing.
+
+        Until `finish_reduce`, the gradients must not be read or written, and `grad_shard` has no result yet.
+        """
         if self._reducing is not None:
             return
         self._record_collective("sums the gradients")
         self.complete()
         gradients = self.gradients  # [bucket]
         if self._reduces_in_bf16:
-            gradients = gradients.bfloat16()
+            gradients = gradients.bfloat16()  # a copy; only the copy is summed
+        # Copies of shards are not part of these reduce-scatters: `finish_reduce` or `sum_over_replicas` sums over them.
         if not self.buffer.zero.shards_state:
+            # stage 0: in place
             self._reducing = collectives.start_all_reduce(gradients, self.buffer.axes.reduce)  # [bucket]
         elif self.buffer.config.reduce_scatter_with_fp32_accumulation:
+            # an all-to-all of the bfloat16 gradients, which each rank sums in float32
             shard = self.buffer.axes.shard
             self._reducing = collectives.start_reduce_scatter_in(self.grad_shard.dtype, gradients, shard)  # [shard]
         else:
@@ -160,15 +185,17 @@ class Bucket:
     def finish_reduce(self) -> None:
         """Wait until `grad_shard` is reduced: in stages 0 and 1 over all ranks, in stages 2 and 3 over `axes.shard`.
 
-        In stages 2 and 3 the sum of a microbatch is added to those of earlier ones.
+        In stages 2 and 3 the sum of a microbatch is added to those of earlier ones. Without a sum in flight nothing
+        happens.
         """
         if self._reducing is None:
             return
-        total = self._reducing.wait()
+        total = self._reducing.wait()  # [shard], in stage 0 [bucket]
         self._reducing = None
         self.is_written = False
 
-        # stages 2 and 3: sums of shards accumulate over microbatches; whole gradients are not kept from one to the next
+        # stages 2 and 3: sums of shards accumulate over microbatches; whole gradients are not kept from one to the next.
+        # Copies of the shard wait for the end of the step.
         if self._shards_grads:
             self.grad_shard.add_(total)
             if self.buffer.poison:
@@ -176,9 +203,10 @@ class Bucket:
             self._release_grads()
             return
 
-        # stages 0 and 1; an all-reduce of the gradients themselves has summed in place
+        # stages 0 and 1; an all-reduce of the gradients themselves has summed in place, over all ranks
         if self.buffer.zero.shards_state:
-            collectives.all_reduce(total, self.buffer.axes.replica)  # hybrid sharding: over the copies of the shard
+            # stage 1 with hybrid sharding: over the copies of the shard, waited for here, in the dtype of `total`
+            collectives.all_reduce(total, self.buffer.axes.replica)
         if self._reduces_in_bf16 or self.buffer.zero.shards_state:
             self.grad_shard.copy_(total)
 
@@ -186,11 +214,13 @@ class Bucket:
     def sum_over_replicas(self) -> None:
         """Sum the shard over its copies at the end of a step (stages 2 and 3).
 
-        It is a reduce-scatter where the outer axis shards it again, else an all-reduce. Once a step and not once a
-        microbatch: sums over copies can wait until all microbatches are added.
+        It is a reduce-scatter where the outer axis shards it again, else an all-reduce; without copies, both do nothing.
+        Once a step and not once a microbatch: sums over copies can wait until all microbatches are added. Every rank must
+        call it for every bucket, also for one that got no gradient. It is not in flight beside anything.
         """
         outer = self.buffer.axes.outer
         if outer.size > 1:
+            # Only the part that this rank updates gets its sum; the rest of the shard keeps a part of the sum.
             owned = collectives.local_slice(self.grad_shard.numel(), outer)
             self.grad_shard[owned].copy_(collectives.reduce_scatter(self.grad_shard, outer))
         else:
@@ -204,7 +234,10 @@ class Bucket:
         return self._grads.data
 
     def _clear(self) -> None:
-        """Set gradients to zero, except where a product will overwrite them."""
+        """Set gradients to zero, except where a product will overwrite them: these parameters are unset from here on.
+
+        Such a parameter is one whose first gradient came from a product in an earlier step.
+        """
         gradients = self.gradients
         first = 0  # everything before it is done
         for sink in self.sinks:
