@@ -2,19 +2,26 @@
 
 No torch.
 
-    all ranks   check tensors
+    all ranks   check tensors (the caller, before `write_and_publish`)
     rank 0      remove leftovers of killed saves, make iter_N.partial/
-    all ranks   write iter_N.partial/rank_R.bin (the pieces) and rank_R.json (a manifest of these pieces)
-    rank 0      write manifest.json from all rank_R.json, after checking: nothing missing, nothing twice, no gap
+    all ranks   write iter_N.partial/rank_R.bin (the pieces) and rank_R.json (a manifest of these pieces); a rank that
+                writes no tensor makes neither file
+    rank 0      write manifest.json from all rank_R.json, after checking: nothing missing, nothing twice, no gap; then
+                remove the rank_R.json
     all ranks   check that every tensor this rank holds is in the manifest
-    rank 0      rename to iter_N/, point latest_checkpointed_iteration.txt to it, remove what it replaces
+    rank 0      rename to iter_N/, point latest_checkpointed_iteration.txt to it, remove what it replaces: an earlier save
+                of iteration N, which had made room by a rename. Other iterations are not touched
+
+No file in iter_N.partial/ is written atomically, and none has to be: nobody reads that folder, and the two renames at the
+end publish it. Each file is on the disk before the step that relies on it.
 
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
-Each line is one step of a `SaveGroup`: if a rank fails, all ranks stop with its message, and `latest` still names
-the previous checkpoint, unless what fails comes after the pointer's rename (or the folder's, where the latest iteration
-is saved again). All ranks write below one folder, so it must be on a file system that they share; a rank that does not
-see it, or whose files rank 0 does not see, is reported. One job at a time may save below a root; the caller ensures that.
+Each line is one step of a `SaveGroup`, which no rank leaves before all have ended it: if a rank fails, all ranks stop with
+its message, rank 0 removes iter_N.partial/ where it still has that name, and `latest` still names the previous checkpoint,
+unless what fails comes after the pointer's rename (or the folder's, where the latest iteration is saved again). All ranks
+write below one folder, so it must be on a file system that they share; a rank that does not see it, or whose files rank 0
+does not see, is reported. One job at a time may save below a root; the caller ensures that.
 
 The training ranks run these steps themselves (`save_sharded.py`), or a process beside each of them does
 (`writer_process.py`).
@@ -43,7 +50,10 @@ class SaveGroup(Protocol):
     rank: int
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Run a block that may fail on some ranks only: if it fails anywhere, every rank raises."""
+        """Run a block that may fail on some ranks only: if it fails anywhere, every rank raises.
+
+        Acts as a barrier at the end of the block. A rank that failed raises its own error, the others one with its message.
+        """
         ...
 
     def gather(self, number: int) -> list[int]:
@@ -61,8 +71,9 @@ class TensorToWrite:
 
     dtype: str
     shape: tuple[int, ...]  # of the global tensor
-    is_writer: bool
-    pieces: list[tuple[Box, Callable[[], Iterable[Any]]]]  # a box, and its elements in row-major order as buffers
+    is_writer: bool  # whether this rank writes any of it; else the tensor is listed only to be found in the manifest
+    # a box of the global tensor, and a function that returns its elements in row-major order as buffers
+    pieces: list[tuple[Box, Callable[[], Iterable[Any]]]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ class SaveRequest:
 def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
     """Run all steps of a save. Every rank must call.
 
-    When this returns on any rank, the checkpoint is on disk and is the latest. If a rank fails, all raise.
+    items: name -> this rank's part of every tensor that it holds. When this returns on any rank, the checkpoint is on disk
+    and is the latest. If a rank fails, all raise.
     """
     try:
         with save_step(request.root, ranks):
@@ -93,6 +105,8 @@ def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ran
         make_latest(request, ranks)
     except Exception:
         if ranks.rank == 0:
+            # Remove iter_N.partial/. If an earlier save of iteration N was renamed and nothing took its place, it gets its
+            # name back. What cannot be removed stays for the next save.
             with contextlib.suppress(OSError):  # the first error is the one to report
                 commit.try_clear_leftovers(request.root)
         raise
@@ -100,7 +114,10 @@ def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ran
 
 @contextlib.contextmanager
 def save_step(root: Path, ranks: SaveGroup) -> Iterator[None]:
-    """Run one step of a save on all ranks; an error also names the checkpoint that a run can still resume from."""
+    """Run one step of a save on all ranks; it ends when all have ended it.
+
+    A CheckpointError, of the rank that raised it, also names the checkpoint that a run can still resume from.
+    """
     with ranks.together():
         try:
             yield
@@ -150,15 +167,19 @@ def _clear_leftovers(request: SaveRequest) -> None:
 
 
 def write_pieces_and_manifest(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
-    """Write every rank's pieces, then the manifest of all of them. Every rank must call, after `_make_empty_folder`."""
+    """Write every rank's pieces, then the manifest of all of them. Every rank must call, after `_make_empty_folder`.
+
+    Everything is in iter_N.partial/ (in an object store, the pieces are not): nothing is published here.
+    """
     partial = request.partial
 
     # every rank writes its pieces and a manifest of them
     with save_step(request.root, ranks):
         manifest_bytes = _write_own_items(partial, request.iteration, ranks.rank, items)
 
-    # rank 0 merges these manifests: it expects one from each rank that wrote anything, with exactly that many bytes
-    bytes_by_rank = ranks.gather(manifest_bytes)
+    # rank 0 alone merges these manifests: it expects one from each rank that is a writer, with exactly that many bytes.
+    # The numbers come by communication, so that a file which rank 0 does not see is not taken for one never written.
+    bytes_by_rank = ranks.gather(manifest_bytes)  # one number of each rank, 0 of one without a manifest
     summary = None
     with save_step(request.root, ranks):
         if ranks.rank == 0:
@@ -166,14 +187,19 @@ def write_pieces_and_manifest(request: SaveRequest, items: dict[str, TensorToWri
                 manifest = _merge(partial, request.iteration, request.state, bytes_by_rank)
             summary = json.dumps({name: [record.dtype, record.shape] for name, record in manifest.tensors.items()})
 
-    # every rank finds its tensors in the merged manifest
+    # every rank finds its tensors in the merged manifest, also those that another rank writes: by name, dtype and shape,
+    # which rank 0 sends, so that not every rank reads the file
     summary = ranks.broadcast_from_first(summary)
     with save_step(request.root, ranks):
         _check_nothing_lost(partial, items, json.loads(summary))
 
 
 def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, TensorToWrite]) -> int:
-    """Write the items of which this rank is the writer; return the bytes of their manifest, 0 if there are none."""
+    """Write the items of which this rank is the writer; return the bytes of their manifest, 0 if there are none.
+
+    First the pieces, then the manifest that locates them, each synced before the next begins; last the folder's names.
+    Without such items nothing is written, and the folder is not looked for.
+    """
     own_items = {name: item for name, item in items.items() if item.is_writer}
     if not own_items:
         return 0
@@ -185,21 +211,26 @@ def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, 
             raise CheckpointError(partial, wrong, _NOT_SHARED) from error
     with _disk_errors_of(path):
         records, nbytes = _write_pieces(path, own_items)
-        files = {path.name: nbytes} if nbytes else {}
+        files = {path.name: nbytes} if nbytes else {}  # {}: tensors without elements have records and no file
         text = format.to_json(Manifest(iteration, {}, files, records))
         file_layer.write_and_sync_content(partial / format.file_name(rank, ".json"), text)
         file_layer.backend_of(partial).sync_folder(partial)
-    return len(text)
+    return len(text)  # its bytes: JSON is written in ASCII
 
 
 def _write_pieces(path: Path, items: dict[str, TensorToWrite]) -> tuple[dict[str, TensorRecord], int]:
-    """Write all pieces to `path`; return their records and the file's size. Without pieces no file is made."""
+    """Write all pieces to `path`, end to end in the order of `items`; return their records and the file's size.
+
+    Without pieces no file is made, and the size is 0. On return the file's content is on the disk. After an error a part
+    of the file stays; it goes with the folder.
+    """
     records = {name: TensorRecord(item.dtype, item.shape, ()) for name, item in items.items()}
     if not any(item.pieces for item in items.values()):
         return records, 0
     # Mode "x" fails if the file exists: it would belong to another job that saves here.
     with file_layer.backend_of(path).open(path, "xb") as file:
         for name, item in items.items():
+            # `buffers()` copies to the host only now, one buffer at a time
             pieces = tuple(_write_piece(file, path, box, buffers()) for box, buffers in item.pieces)
             records[name] = TensorRecord(item.dtype, item.shape, pieces)
         nbytes = file.tell()
@@ -224,8 +255,13 @@ def _write_piece(file: BinaryIO, path: Path, box: Box, buffers: Iterable[Any]) -
 
 
 def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: list[int]) -> Manifest:
-    """Write the manifest of all ranks' pieces. bytes_by_rank: of each rank's own manifest, 0 if it wrote none."""
-    # read each rank's manifest, at its full size
+    """Write manifest.json, of all ranks' pieces, and remove the ranks' own manifests. Only rank 0 calls it.
+
+    state: rank 0's, the only one that is written. bytes_by_rank: of each rank's own manifest, 0 if it wrote none. The
+    pieces stay in the ranks' files, and their bytes are not read: their sizes and boxes are checked, their hashes are
+    taken from the ranks.
+    """
+    # read each rank's manifest, at its full size, in rank order; a tensor's pieces, of several ranks, are put in one record
     expected = {format.file_name(rank, ".json"): nbytes for rank, nbytes in enumerate(bytes_by_rank) if nbytes}
     _check_sizes(partial, expected)
     merged = Manifest(iteration, state, {}, {})
@@ -235,13 +271,13 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: 
         merged.files.update(part.files)
         _add_records(merged.tensors, part.tensors, partial / name)
 
-    # check that the raw files are there and that the pieces cover each tensor once
+    # check that the raw files are there, at their full sizes, and that the pieces cover each tensor once
     _check_sizes(commit.rank_data_folder(partial), merged.files)
     format.check_complete(merged, partial, ONE_WRITER)
     text = format.to_json(merged)
     format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
 
-    # write it, and remove the ranks' manifests: two lists of the same pieces could disagree
+    # write it; once it is on the disk, remove the ranks' manifests: two lists of the same pieces could disagree
     with _disk_errors_of(partial / format.MANIFEST):
         file_layer.write_and_sync_content(partial / format.MANIFEST, text)
         for name in expected:
@@ -269,7 +305,10 @@ def _add_records(merged: dict[str, TensorRecord], part: dict[str, TensorRecord],
 
 
 def _check_nothing_lost(partial: Path, items: dict[str, TensorToWrite], saved: dict[str, list]) -> None:
-    """Raise CheckpointError if a tensor of this rank has no writer: otherwise only a later load would notice."""
+    """Raise CheckpointError if a tensor of this rank has no writer: otherwise only a later load would notice.
+
+    saved: name -> [dtype, shape] of the merged manifest.
+    """
     problems = []
     for name, item in items.items():
         if saved.get(name) == [item.dtype, list(item.shape)]:
@@ -287,9 +326,16 @@ def _check_nothing_lost(partial: Path, items: dict[str, TensorToWrite], saved: d
 
 
 def make_latest(request: SaveRequest, ranks: SaveGroup) -> None:
-    """Make the written folder the latest checkpoint and remove what it replaces. Every rank must call."""
+    """Make the written folder the latest checkpoint and remove what it replaces. Every rank must call.
+
+    Rank 0 does it all; the others wait, so that no rank goes on before the checkpoint is the latest.
+    """
     with save_step(request.root, ranks):
         if ranks.rank == 0:
             with _disk_errors_of(request.partial.with_suffix("")):
+                # In this order: write the new pointer under a temporary name; rename an earlier save of this iteration out
+                # of the way; rename iter_N.partial/ to iter_N/; rename the pointer to its name. Each rename is atomic, the
+                # two are not one: a kill between them leaves a complete iter_N/ that `latest` does not name.
                 commit.publish(request.partial, request.iteration)
+            # Only now is the earlier save removed. What cannot be removed is a warning, not an error.
             _clear_leftovers(request)
