@@ -131,7 +131,7 @@ class Bucket:
         bucket: its first gradient allocates it for all of its parameters.
         """
         if self._shards_grads:
-            # A sum in flight is that of this bucket's last microbatch, and finishing it releases the memory.
+            # A sum in flight is of this bucket's earlier gradients, as a rule the last microbatch's; its end releases them.
             # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
             self.finish_reduce()
         self.open()

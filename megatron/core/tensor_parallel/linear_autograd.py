@@ -4,8 +4,8 @@ Column-parallel on t ranks, each with out/t output features: weight W_i [out/t, 
 
     forward     X [s, b, in] is equal on all ranks; under sequence parallelism a rank has the rows X_i [s/t, b, in], and
                 an all-gather makes X of them. Y_i = X W_i^T [s, b, out/t]; this function leaves it on its rank.
-    saved       W_i; and X or X_i, or what it is recomputed from. The gathered X is not saved, which is why it is
-                gathered again.
+    saved       W_i; and X or X_i, or what it is recomputed from. To save memory the gathered X is
+                not, which is why it is gathered again.
     backward    1. under sequence parallelism: start the all-gather of X_i
                 2. compute dY_i W_i [s, b, in], and start its sum over the ranks, dX: an all-reduce, or under sequence
                    parallelism a reduce-scatter to dX_i [s/t, b, in]
