@@ -17,8 +17,8 @@ POST_B1.0 and the SENT that end the sends):
 An action takes what it reads out of its dictionary. Only F leaves its `inputs` entry, for B: the entry gives its tensor
 away and is then the place for the tensor's gradient. So no entry keeps an activation for the backward, only the last
 stage's loss; what the layers save is in the graph that `roots` starts. Where the next stage is on the same rank, F writes
-that stage's `inputs`, and its B writes this stage's `grads`, without a transfer. The first stage has no inputs and the last no outputs. I is B with weight
-gradients put off until W.
+that stage's `inputs`, and its B writes this stage's `grads`, without a transfer. The first stage has no inputs and the
+last no outputs. I is B with weight gradients put off until W.
 
 All of these tensors have the shapes and dtypes of the boundary between two stages, for most models one tensor [s, b, h].
 """
