@@ -31,7 +31,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import whole
 
 CHUNK = 16 << 20  # bytes that pass at a time on the plain side, as on ours

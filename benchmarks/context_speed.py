@@ -56,7 +56,7 @@ def make_contenders(shape: tuple[int, int, int, str], length: int) -> dict[str, 
     from torch.nn.functional import scaled_dot_product_attention
 
     from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
-    from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
+    from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
     from megatron.core.ops.shard_sequence import shard_sequence
     from megatron.core.parallel.global_state import get_mesh
 

@@ -35,9 +35,9 @@ import torch
 import pretrain_gpt
 from megatron.core.base import rank_status
 from megatron.training import step as train_step
-from megatron.training.batch_cache import RewindableBatches
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.initialize import initialize_megatron
+from megatron.training.rewindable_batches import RewindableBatches
 from megatron.training.trainer import Trainer
 
 FLAGS = (

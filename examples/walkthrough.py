@@ -29,20 +29,20 @@ from torch import nn
 
 from megatron import deepspeed
 from megatron.core import mpu
-from megatron.core.base.output_streams import keep_running, until_reader_ends
+from megatron.core.base.tolerate_broken_output import keep_running, until_reader_ends
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import Call, bytes_sent
-from megatron.core.parallel.grid import Axis
-from megatron.core.parallel.initialize_distributed import backend_of, launched_world_size
+from megatron.core.parallel.init_and_destroy_distributed import backend_of, launched_world_size
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.pipeline_parallel.schedule.plot import plot_text
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
 from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, build_rank_parts, mesh_of
-from megatron.training.memory.report import amount, table
+from megatron.training.memory.predicted_memory_table import amount, table
 from megatron.training.step import train_step
 from tools.estimating.job import read
 

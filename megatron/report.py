@@ -19,7 +19,7 @@ from typing import Any
 
 import megatron
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.output_streams import until_reader_ends
+from megatron.core.base.tolerate_broken_output import until_reader_ends
 from megatron.core.parallel.launcher_environment import discover, threads_per_rank
 
 PACKAGES = {  # package -> what needs it

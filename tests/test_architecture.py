@@ -20,26 +20,27 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
-    core.parallel.grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
-    core.base.dataclass_flags core.base.batch_size_schedule core.parallel.launcher_environment core.parallel.tcp_liveness
-    core.base.error_reporting core.parallel.parallel_config core.parallel.stage_map core.base.registry
-    core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.paths
+    core.parallel.rank_grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
+    core.base.dataclass_flags core.base.batch_size_schedule core.parallel.launcher_environment core.parallel.detect_lost_ranks
+    core.base.user_error_or_bug core.parallel.parallel_config core.parallel.stage_to_rank core.base.registry
+    core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.path_or_url
     core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.comm_volume
     core.distributed.grad_count core.offload.offload_fraction core.offload.checksummed_file core.offload.offload_folder
     core.optimizer.lr_schedule core.optimizer.loss_scaler core.optimizer.optimizer_registry
     core.optimizer.muon_config core.optimizer.matrix_owners core.optimizer.param_groups
     core.dist_checkpointing.checkpoint_folder core.dist_checkpointing.object_store_commit
-    core.dist_checkpointing.commit core.dist_checkpointing.format core.dist_checkpointing.write_and_publish
+    core.dist_checkpointing.commit core.dist_checkpointing.manifest_format core.dist_checkpointing.write_and_publish
     core.dist_checkpointing.writer_process core.pipeline_parallel.schedule.actions
+    core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1
     core.pipeline_parallel.schedule.registry core.pipeline_parallel.schedule.zb_v
     core.pipeline_parallel.schedule.lower core.pipeline_parallel.schedule.simulate
     core.pipeline_parallel.layer_split core.pipeline_parallel.schedule.plot core.datasets.index_map
-    training.arguments.rerun_config training.monitor.cpu_contention training.model_flops training.monitor.long_task_progress
-    convert.formats.safetensors_header convert.formats.read_hf_folder convert.families.weight_layout
+    training.arguments.nan_spike_and_corruption_config training.monitor.cpu_contention training.model_flops training.monitor.long_task_progress
+    convert.formats.safetensors_header convert.formats.read_hf_config_and_headers convert.families.weight_layout
     convert.families.config_fields convert.formats.pickle_as_data convert.formats.read_torch_file
     convert.formats.read_megatron_args convert.formats.megatron_param_mapping convert.formats.find_megatron_folder
-    convert.formats.read_megatron_torch convert.formats.read_megatron_torch_dist convert.formats.read_torch_dcp
-    convert.formats.megatron_ignored_args core.base.rank_status core.base.output_streams core.base.memory_category
+    convert.formats.read_megatron_torch convert.formats.read_megatron_torch_dist convert.formats.read_torch_dcp_metadata
+    convert.formats.megatron_ignored_args core.base.rank_status core.base.tolerate_broken_output core.base.memory_category
 """
 
 
@@ -152,7 +153,7 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 try:
-    import {PREDICTION}.memory_tracker
+    import {PREDICTION}.track_memory_by_kind
 except ModuleNotFoundError:
     sys.exit(pytest.main(["-x", "--noconftest", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
@@ -172,7 +173,7 @@ def test_core_passes_its_tests_where_the_prediction_of_memory_is_removed():
 
 
 MEETING = [
-    CORE / "parallel" / "initialize_distributed.py",
+    CORE / "parallel" / "init_and_destroy_distributed.py",
     CORE / "parallel" / "initialize_model_parallel.py",
 ]  # where processes meet and groups are made
 
@@ -242,7 +243,7 @@ def test_imports_stand_at_the_top_of_product_files():
 
 def test_where_a_gradient_is_summed_is_asked_of_the_mesh():
     """By `samples`, `tokens` and `grad_axes`: the axes behind them are known where grids become a mesh, and by Megatron's accessors."""
-    for path in sorted({*PRODUCT_FILES} - {CORE / "parallel" / "mesh.py", CORE / "parallel" / "grid.py"}):
+    for path in sorted({*PRODUCT_FILES} - {CORE / "parallel" / "mesh.py", CORE / "parallel" / "rank_grid.py"}):
         text = path.read_text()
         assert not re.search(r"\b(e?dp_inner|e?dp_outer|dp_cp)\b", text), path
         assert not re.search(r"""\[["']e?dp["']\]""", text) or "benchmarks" in path.parts, path
@@ -288,7 +289,7 @@ def test_training_knows_no_model():
     known = {
         "megatron.core.models.common.model_rules",
         "megatron.core.transformer.layer_build_context",
-        "megatron.core.transformer.context_parallel_rules",
+        "megatron.core.transformer.check_context_parallel_settings",
         "megatron.core.ops.attention.masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }
@@ -395,9 +396,9 @@ PLACES_STAGES = re.compile(
 
 
 def test_one_file_says_which_rank_runs_a_stage():
-    """core/parallel/stage_map.py: everything else asks a `StageMap`, which a schedule may lay out as it likes."""
+    """core/parallel/stage_to_rank.py: everything else asks a `StageMap`, which a schedule may lay out as it likes."""
     for path in PRODUCT_FILES:
-        if path != CORE / "stage_map.py":
+        if path != CORE / "parallel" / "stage_to_rank.py":
             found = PLACES_STAGES.search(path.read_text())
             assert found is None, f"{path.relative_to(ROOT)}: {found.group()!r} is for a StageMap to say"
 

@@ -23,14 +23,14 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.convert import copy_checkpoint, open_any, write_hf_folder
 from megatron.convert.check_missing_keys import check_complete
-from megatron.convert.strided_checkpoint import StridedCheckpoint
+from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
+from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import backend_of, exists, remove_tree
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.storage.path_or_url import is_url, path_of
 from megatron.training.arguments.hf_export_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import missing, run_tool
 

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, option
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
-from megatron.core.dist_checkpointing.format import TensorRecord, item_bytes_of, iteration_of, show_box
-from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
+from megatron.core.dist_checkpointing.manifest_format import TensorRecord, item_bytes_of, iteration_of, show_box
+from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
 from megatron.core.sharding.boxes import size_of, whole
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from tools.errors import missing, run_tool
 
 _ROWS = 12  # of a picture, in characters

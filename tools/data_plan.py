@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, option
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_usage_report import DataUsage, total
 from megatron.core.datasets.gpt_samples import plan_data_usage
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
+from megatron.core.datasets.planned_data_usage import DataUsage, total
 from tools.errors import run_tool
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
-from megatron.core.base.error_reporting import is_user_error
+from megatron.core.base.user_error_or_bug import is_user_error
 
 
 def run_tool(
@@ -31,7 +31,7 @@ def run_tool(
         settings = [build(config, values) for config in configs]
         for config in settings:
             for flag, reason in config.without_effect.items():
-                output_streams.print_stderr(f"{Path(path).stem}: no effect here: {flag}: {reason}")
+                tolerate_broken_output.print_stderr(f"{Path(path).stem}: no effect here: {flag}: {reason}")
         work(*settings)
 
     return exit_status(Path(path).stem, read_and_work, interrupted)
@@ -50,17 +50,17 @@ def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
             work()
         except (ValueError, OSError, ImportError) as error:
             is_bug = isinstance(error, ValueError) and not is_user_error(error)
-            if is_bug or output_streams.answers_failed():
+            if is_bug or tolerate_broken_output.answers_failed():
                 raise
             message = "; ".join(_message(error).splitlines())
-            output_streams.print_stderr(f"{tool}: {message}")
+            tolerate_broken_output.print_stderr(f"{tool}: {message}")
             return 2 if isinstance(error, ConfigError) else 1
         except KeyboardInterrupt:
-            output_streams.print_stderr(f"{tool}: interrupted; {interrupted}")
+            tolerate_broken_output.print_stderr(f"{tool}: interrupted; {interrupted}")
             return 130
         return 0
 
-    return output_streams.until_reader_ends(status)
+    return tolerate_broken_output.until_reader_ends(status)
 
 
 def missing(config: Any, *names: str) -> list[str]:

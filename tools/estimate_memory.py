@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.output_streams import until_reader_ends
+from megatron.core.base.tolerate_broken_output import until_reader_ends
 from tools.estimating.flags import add_own_flags
 
 

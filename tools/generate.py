@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.convert import open_any
 from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_tokenizer_vocab import read_vocabulary
+from megatron.convert.read_hf_vocabulary import read_vocabulary
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
     ConfigError,
@@ -39,8 +39,8 @@ from megatron.core.base.dataclass_flags import (
     option,
     read_flags,
 )
-from megatron.core.base.error_reporting import is_user_error, write_error_file
-from megatron.core.base.output_streams import READER_ENDED, answers_failed, until_reader_ends
+from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
+from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.inference import (
     SamplingConfig,
@@ -55,15 +55,15 @@ from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device, DeviceName
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.parallel_config import ParallelConfig
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.initial_values import seed_of
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
-from megatron.core.transformer.context_parallel_rules import context_parallel_problems
+from megatron.core.transformer.check_context_parallel_settings import context_parallel_problems
 from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
 from tools.errors import naming_flag

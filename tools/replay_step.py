@@ -22,16 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, option_fields
-from megatron.core.base.output_streams import until_reader_ends
+from megatron.core.base.tolerate_broken_output import until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
-from megatron.core.dist_checkpointing.lost_buffers import lost_buffers
+from megatron.core.dist_checkpointing.unsaved_state_warning import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
-from megatron.training.batch_cache import RewindableBatches
 from megatron.training.global_vars import print_rank_0, set_runtime
 from megatron.training.initialize import initialize_megatron
-from megatron.training.rerun.nan_locator import first_nonfinite_tensor
-from megatron.training.rerun.step_dump import BATCH, exact_numbers
+from megatron.training.result_checks.nan_locator import first_nonfinite_tensor
+from megatron.training.result_checks.step_dump import BATCH, exact_numbers
+from megatron.training.rewindable_batches import RewindableBatches
 from megatron.training.step import StepFigures, StepWork
 from megatron.training.trainer import Trainer
 from tools.script import script_at

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.sharding.buffer_placement import BufferPlacement
+from megatron.core.sharding.module_buffer_placement import BufferPlacement
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 from megatron.core.transformer.layer_build_context import LayerContext

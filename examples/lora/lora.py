@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.sharding.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.replace_linears import replace_linears
+from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 
 
 class LoRA(nn.Module):

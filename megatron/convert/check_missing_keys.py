@@ -10,10 +10,10 @@ Without torch.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron.convert.families.family import Family
+from megatron.convert.families.hf_family_table import Family
 from megatron.convert.families.registry import FAMILIES
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.transformer.expected_parameter_names import PARAMETER_NAMES
 from megatron.core.transformer.model_config import ModelConfig
 

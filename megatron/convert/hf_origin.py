@@ -30,12 +30,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.families.family import START_ID
-from megatron.convert.formats.read_hf_folder import json_of, path_inside
+from megatron.convert.families.hf_family_table import START_ID
+from megatron.convert.formats.read_hf_config_and_headers import json_of, path_inside
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.storage.file_layer import backend_of, exists, is_file, is_folder, read_start, write_all
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.storage.path_or_url import is_url, path_of
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron.convert.check_missing_keys import check_complete
-from megatron.convert.strided_checkpoint import StridedCheckpoint, keeps_order
+from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint, keeps_order
 from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import LocalTensor, save_checkpoint
 from megatron.core.offload.stored_tensor import StoredTensor
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import Box, flat_range_to_boxes, size_of, whole
 from megatron.core.storage.file_layer import exists
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 
 
 def copy_checkpoint(

@@ -9,19 +9,19 @@ import torch
 
 from megatron.convert.families.config_json import family_of
 from megatron.convert.formats.find_megatron_folder import is_megatron_folder, refuse_unsupported_format
-from megatron.convert.formats.read_hf_folder import CONFIG, has_hf_config, read_json
+from megatron.convert.formats.read_hf_config_and_headers import CONFIG, has_hf_config, read_json
 from megatron.convert.hf_origin import Provenance
-from megatron.convert.hf_reader import open_hf_folder, read_config_with_true_tying, settings_by_component
 from megatron.convert.megatron_reader import open_megatron, settings_of_megatron
-from megatron.convert.strided_checkpoint import StridedCheckpoint
+from megatron.convert.open_hf_folder import open_hf_folder, read_config_with_true_tying, settings_by_component
+from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.convert.torchtitan_reader import open_titan
-from megatron.convert.torchtitan_to_hf import has_dcp_weights
+from megatron.convert.torchtitan_to_hf_names import has_dcp_weights
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, open_checkpoint
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.storage.file_layer import is_file, is_folder
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.storage.path_or_url import is_url, path_of
 
 
 def is_foreign(root: Path | str, iteration: int | None = None) -> bool:

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from megatron.convert.families.config_json import family_of, settings_of
-from megatron.convert.formats.read_hf_folder import CONFIG, HFFolder, read_json
-from megatron.convert.hf_reader import manifest_with, tensor_records
+from megatron.convert.formats.read_hf_config_and_headers import CONFIG, HFFolder, read_json
 from megatron.convert.megatron_reader import checkpoint_from_text, manifest_as_text
-from megatron.convert.strided_checkpoint import StridedCheckpoint
-from megatron.convert.torchtitan_to_hf import (
+from megatron.convert.open_hf_folder import manifest_with, tensor_records
+from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
+from megatron.convert.torchtitan_to_hf_names import (
     check_tied_chunks,
     chunks_by_hf_name,
     family_of_titan,
@@ -17,7 +17,7 @@ from megatron.convert.torchtitan_to_hf import (
     split_into_chunks,
 )
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.transformer.model_config import ModelConfig
 
 _NOTE = "is a checkpoint of torchtitan: its weights are read, and not its optimizer's state"

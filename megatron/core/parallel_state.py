@@ -1,7 +1,7 @@
 """Megatron's `mpu`: accessors of this process's `Mesh`, for scripts (Megatron: core/parallel_state.py).
 
-Scripts also reach `parallel/initialize_distributed.py` and `initialize_model_parallel.py` through this module. Library
-code does not use it: it receives `Axis` objects.
+Scripts also reach `parallel/init_and_destroy_distributed.py` and `initialize_model_parallel.py` through this module.
+Library code does not use it: it receives `Axis` objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatron.core.parallel.global_state import (  # noqa: F401
     model_parallel_is_initialized,
     set_thread_mesh,
 )
-from megatron.core.parallel.initialize_distributed import (  # noqa: F401
+from megatron.core.parallel.init_and_destroy_distributed import (  # noqa: F401
     agreement_axis,
     available_backends,
     backend_of,
@@ -44,7 +44,7 @@ from megatron.core.parallel.initialize_model_parallel import (  # noqa: F401
     torch_group,
 )
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig  # noqa: F401
-from megatron.core.parallel.stage_map import loop
+from megatron.core.parallel.stage_to_rank import loop
 
 # Accessors are made from the name of their axis.
 

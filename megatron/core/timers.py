@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 Option = Literal["max", "minmax", "all"]
 

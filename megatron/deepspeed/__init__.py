@@ -4,6 +4,7 @@ docs/deepspeed.md lists what they do.
 
     engine, optimizer      `initialize(...)` -> engine, which runs any torch module, saves and loads; its optimizer
     settings, config_keys  a ds_config as settings of ours; which of its keys work, have no effect, or are refused
+    ds_config_key_policy   what a key does here: the records of that table
     ds_config_scheduler    the learning rate schedule of a ds_config
     zero                   `zero.Init`, `zero.GatheredParameters`
     comm                   `init_distributed`, `cdb`, and the collectives

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.base import output_streams, rank_status
+from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel import initialize_distributed
+from megatron.core.parallel import init_and_destroy_distributed
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.launcher_environment import discover
+from megatron.core.parallel.rank_grid import Axis
 
 ReduceOp = dist.ReduceOp
 ProcessGroup = dist.ProcessGroup
@@ -59,10 +59,10 @@ class Backend:
         """The axis of all ranks."""
         if model_parallel_is_initialized():
             return get_mesh()["world"]
-        return initialize_distributed.world_axis()
+        return init_and_destroy_distributed.world_axis()
 
     def is_initialized(self) -> bool:
-        return initialize_distributed.has_joined()
+        return init_and_destroy_distributed.has_joined()
 
     def __repr__(self) -> str:
         initialized = "adopted" if self.was_adopted else "initialised here"
@@ -105,7 +105,7 @@ def init_distributed(
     global cdb
     if dist_backend:
         dist_backend = dist_backend.lower()  # as torch does
-    was_initialized = initialize_distributed.has_joined()
+    was_initialized = init_and_destroy_distributed.has_joined()
     if was_initialized:
         _check_active_backend(dist_backend)
         if cdb is not None:
@@ -121,12 +121,12 @@ def init_distributed(
     if not was_initialized:
         _check_backend_available(dist_backend, device_backend)
         _check_launcher(auto_mpi_discovery, distributed_port)
-    output_streams.keep_running(initialize_distributed.launched_rank())
-    atexit.register(initialize_distributed.stop_distributed)
-    if not was_initialized and not initialize_distributed.will_join():
-        initialize_distributed.join_alone(dist_backend or "gloo")
-    initialize_distributed.start_distributed(dist_backend or device_backend, timeout.total_seconds() / 60)
-    cdb = Backend(initialize_distributed.backend_of(None), was_initialized)
+    tolerate_broken_output.keep_running(init_and_destroy_distributed.launched_rank())
+    atexit.register(init_and_destroy_distributed.stop_distributed)
+    if not was_initialized and not init_and_destroy_distributed.will_join():
+        init_and_destroy_distributed.join_alone(dist_backend or "gloo")
+    init_and_destroy_distributed.start_distributed(dist_backend or device_backend, timeout.total_seconds() / 60)
+    cdb = Backend(init_and_destroy_distributed.backend_of(None), was_initialized)
     if verbose and cdb.world.is_first:
         print(f"deepspeed: {cdb}", flush=True)
 
@@ -151,7 +151,7 @@ def _check_backend_available(requested: str | None, device_backend: str) -> None
 
 def _check_active_backend(requested: str | None) -> None:
     """Raise ConfigError if torch.distributed is initialized with another backend."""
-    active = initialize_distributed.backend_of(None)
+    active = init_and_destroy_distributed.backend_of(None)
     if requested is None or requested == active:
         return
     names = str(dist.get_backend_config()).replace(",", ":").split(":")  # "cpu:gloo,cuda:nccl"
@@ -241,7 +241,7 @@ def get_world_size(group: ProcessGroup | Axis | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    return initialize_distributed.launched_local_rank()
+    return init_and_destroy_distributed.launched_local_rank()
 
 
 def get_global_rank(group: ProcessGroup | Axis | None = None, group_rank: int = 0) -> int:

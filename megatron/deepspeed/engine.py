@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.optimizer.torch_optimizer_wrapper import as_torch_optimizer
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
+from megatron.core.optimizer.flat_optimizer_with_param_groups import as_torch_optimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.storage import file_layer
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.deepspeed.comm import get_local_rank
 from megatron.deepspeed.ds_config_scheduler import make_schedule
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.torch_optimizer_wrapper import (
+from megatron.core.optimizer.flat_optimizer_with_param_groups import (
     TORCHS,
     FlatOptimizerWithParamGroups,
     Groups,

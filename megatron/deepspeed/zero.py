@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.gathered_parameters import FullParameters
+from megatron.core.distributed.sync_and_gather_params import FullParameters
 from megatron.core.distributed.zero_init import ShardedInit
 from megatron.core.parallel.global_state import get_mesh, model_parallel_is_initialized
 from megatron.core.parallel.initialize_model_parallel import initialize_model_parallel

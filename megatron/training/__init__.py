@@ -2,9 +2,10 @@
 
     training, trainer, step                one run from its command line to its end; its loop; one step
     arguments/, initialize, global_vars    settings; processes; get_args, get_timers, get_tokenizer
-    build, model_chunks, num_samples       model, optimizer and data of this rank
+    build, build_model_and_optimizer,      model, optimizer and data of this rank
+    num_samples
     checkpointing/                         saving, loading, resuming
-    monitor/, rerun/                       logs and profiles; wrong numbers
+    monitor/, result_checks/               logs and profiles; wrong numbers
     memory/, fault_tolerance/              memory; hangs, signals and errors
     zero_engine                            trains any torch module; the script writes the loop
 

@@ -20,14 +20,14 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.initial_values import initialize_parameters
+from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
 from megatron.training.checkpointing.module_buffers import remember_and_warn_of_extra_states
 from megatron.training.global_vars import Runtime, get_runtime
 from megatron.training.initialize import as_config_error
 from megatron.training.memory.memory_check import MemoryCapacity, check_capacity, warn_if_over_capacity
 from megatron.training.memory.peak_along_schedule import Forecast
-from megatron.training.model_chunks import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
 from megatron.training.num_samples import samples_of_whole_set
 from megatron.training.validation_sets import evaluated_sets
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.vocab_check import cap_vocab_size
-from megatron.core.offload.offload_tiers import OffloadAllocator
+from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_global_state, mesh_override
@@ -254,9 +254,9 @@ def _print_line(message: str) -> None:
     try:
         print(f"{message}\n", end="", flush=True)
     except OSError as error:  # raised by an object with which the script has replaced standard output
-        if output_streams.answers_failed():  # the output of a tool, which must not be lost
+        if tolerate_broken_output.answers_failed():  # the output of a tool, which must not be lost
             raise
-        output_streams.report_lost_output("the log", error)
+        tolerate_broken_output.report_lost_output("the log", error)
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.base import output_streams, rank_status
+from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.error_reporting import is_user_error, write_error_file
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
 from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_rows_problem, ids_without_row_note
@@ -33,14 +33,14 @@ from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import compile_if_all_ranks_can
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device, DeviceConfig
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.parallel.grid import ORDER, Axis
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.storage.paths import is_url, path_of
+from megatron.core.parallel.rank_grid import ORDER, Axis
+from megatron.core.storage.path_or_url import is_url, path_of
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
@@ -98,7 +98,7 @@ def initialize_megatron(
     # read the settings; in a job of several ranks an error waits until all ranks can be told
     settings = None
     problem = None
-    output_streams.keep_running(parallel_state.launched_rank())
+    tolerate_broken_output.keep_running(parallel_state.launched_rank())
     rank_status.enter("reading settings")
     try:
         settings = parse_and_check_settings(extra_args_provider, args_defaults, argv, rules)
@@ -588,7 +588,7 @@ def stop_with(error: ConfigError | collectives.PeerError) -> NoReturn:
     if (
         parallel_state.launched_rank() == 0 or not parallel_state.has_joined()
     ):  # without a process group every process prints
-        output_streams.print_stderr(message)
+        tolerate_broken_output.print_stderr(message)
     parallel_state.stop_distributed()
     sys.exit(2)
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.core.distributed.gradient_step import GradientStep
+from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.schedules import Pipeline, SharedTotals
-from megatron.core.sharding.buffer_placement import Values, set_buffer_values
+from megatron.core.sharding.module_buffer_placement import Values, set_buffer_values
 from megatron.core.timers import Timers
-from megatron.training.batch_cache import RewindableBatches
+from megatron.training.rewindable_batches import RewindableBatches
 
 
 class NotFiniteError(FloatingPointError):

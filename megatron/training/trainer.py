@@ -34,6 +34,7 @@ from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, keep_reports
 from megatron.training.arguments.checkpoint_to_load import resume_hint
 from megatron.training.build import DatasetsProvider, build_chunks, refuse_together
+from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.checkpointing.save_manager import SaveManager
@@ -45,14 +46,13 @@ from megatron.training.initialize import affinity_cores, as_config_error
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.memory_monitor import MemoryMonitor
 from megatron.training.memory.peak_along_schedule import Forecast
-from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.monitor.cpu_contention import CpuContention
 from megatron.training.monitor.long_task_progress import heartbeat
 from megatron.training.monitor.monitor import Monitor
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation
 from megatron.training.num_samples import check_datasets, notes_of_no_validation, samples_to_request
-from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.check_runner import Guard
+from megatron.training.result_checks.base_check import WrongNumbersError
+from megatron.training.result_checks.check_runner import Guard
 from megatron.training.step import NotFiniteError, StepResult, train_step
 from megatron.training.validation_sets import EvaluatedSet, evaluated_set_notes, evaluated_sets, reason_left_out
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.base import output_streams, rank_status
+from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.error_reporting import write_error_file
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.base.user_error_or_bug import write_error_file
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
@@ -29,12 +29,12 @@ from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.training.arguments.checkpoint_to_load import resume_hint
 from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
-from megatron.training.fault_tolerance import failure_shutdown, hang_watch, keyboard_interrupt, launcher_watch
+from megatron.training.build_model_and_optimizer import ModelProvider
+from megatron.training.fault_tolerance import exit_on_ctrl_c, exit_with_launcher, failure_shutdown, hang_watch
 from megatron.training.fault_tolerance.exit_conditions import stop_listening
 from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import oom_advice
-from megatron.training.model_chunks import ModelProvider
 from megatron.training.trainer import NonLossData, Trainer
 
 __all__ = ["Trainer", "build_train_valid_test_data_iterators", "pretrain", "setup_model_and_optimizer"]
@@ -136,10 +136,10 @@ def run_script(script: Script) -> None:
 
     # keep running if an output is closed, end with the launcher, listen to Ctrl-C, and watch for hangs
     rank = parallel_state.launched_rank()
-    output_streams.keep_running(rank)
-    launcher_watch.end_with_launcher(rank)
+    tolerate_broken_output.keep_running(rank)
+    exit_with_launcher.end_with_launcher(rank)
     with (
-        keyboard_interrupt.ExitOnInterrupt(rank) as ctrl_c,
+        exit_on_ctrl_c.ExitOnInterrupt(rank) as ctrl_c,
         hang_watch.watching(rank, parallel_state.launched_world_size()),
     ):
         try:
@@ -148,7 +148,7 @@ def run_script(script: Script) -> None:
             stop_listening()
 
 
-def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.ExitOnInterrupt) -> None:
+def _run(script: Script, began: float, ctrl_c: exit_on_ctrl_c.ExitOnInterrupt) -> None:
     """Run one job. Whatever ends it, every rank shuts down in the same order.
 
     began: `time.monotonic()` of the start.
@@ -206,9 +206,9 @@ def _run(script: Script, began: float, ctrl_c: keyboard_interrupt.ExitOnInterrup
             write_error_file(message or failure_shutdown.message_or_traceback(error))
             if message is None:
                 raise
-            output_streams.print_stderr(message)
+            tolerate_broken_output.print_stderr(message)
             if interruption is not None:
-                sys.exit(keyboard_interrupt.CODE)
+                sys.exit(exit_on_ctrl_c.CODE)
             sys.exit(failure_shutdown.exit_code_of_failed_run(error))
 
         # a job of several processes: tell the other ranks
@@ -236,7 +236,7 @@ def interruption_message(runtime: Runtime | None, trainer: Trainer | None) -> st
     """Return the message of an interrupted run: its iteration, and how to resume."""
     save = None if runtime is None else runtime.config.checkpoint.save
     iteration = None if trainer is None else trainer.state.iteration
-    return keyboard_interrupt.farewell(iteration, resume_hint(save))
+    return exit_on_ctrl_c.farewell(iteration, resume_hint(save))
 
 
 __getattr__ = names_of_megatron(__name__)

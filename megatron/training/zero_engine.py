@@ -23,19 +23,23 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.sharded_buffers import buffers_of_model, saved_buffer_shapes, sharded_buffers
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
+from megatron.core.dist_checkpointing.sharded_module_buffers import (
+    buffers_of_model,
+    saved_buffer_shapes,
+    sharded_buffers,
+)
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.distributed.gathered_parameters import full_state_dict, sync_module_states
-from megatron.core.distributed.gradient_step import GradientStep
+from megatron.core.distributed.gradient_lifecycle import GradientStep
+from megatron.core.distributed.sync_and_gather_params import full_state_dict, sync_module_states
 from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
 from megatron.core.ops.aux_losses import AuxLoss, AuxLossMeans, AuxLossTotals, declared_aux_losses, objective_of
 from megatron.core.ops.main_grad_interface import grad_sink_of
-from megatron.core.optimizer import FlatOptimizer, torch_optimizer_wrapper
-from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
+from megatron.core.optimizer import FlatOptimizer, flat_optimizer_with_param_groups
+from megatron.core.optimizer.flat_optimizer_with_param_groups import FlatOptimizerWithParamGroups
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
-from megatron.core.optimizer.torch_optimizer_wrapper import FlatOptimizerWithParamGroups
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state, sharded_optimizer_state
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.checkpointing.save_and_load import read_tensors
@@ -86,7 +90,7 @@ class Engine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | tuple[str, torch_optimizer_wrapper.Groups],
+        optimizer: torch.optim.Optimizer | tuple[str, flat_optimizer_with_param_groups.Groups],
         config: EngineConfig,
         mesh: Mesh,
         device: torch.device | str = "cpu",
@@ -110,11 +114,11 @@ class Engine(nn.Module):
 
         # read the optimizer's groups, before the parameters change
         if isinstance(optimizer, torch.optim.Optimizer):
-            name, groups = torch_optimizer_wrapper.groups_of_torch(optimizer)
+            name, groups = flat_optimizer_with_param_groups.groups_of_torch(optimizer)
         else:
             name, groups = optimizer
-        optimizer_config = torch_optimizer_wrapper.common_config_of_groups(name, groups, config.clipping)
-        group_numbers_freezing_others = torch_optimizer_wrapper.group_numbers_freezing_others(module, groups)
+        optimizer_config = flat_optimizer_with_param_groups.common_config_of_groups(name, groups, config.clipping)
+        group_numbers_freezing_others = flat_optimizer_with_param_groups.group_numbers_freezing_others(module, groups)
 
         # broadcast the first rank's values, in the precision of training
         dtype = getattr(torch, config.precision) if config.precision else None
@@ -143,7 +147,7 @@ class Engine(nn.Module):
             self.chunk.buffers,
             optimizer_config,
             mesh,
-            group_of=torch_optimizer_wrapper.by_number(group_numbers_freezing_others),
+            group_of=flat_optimizer_with_param_groups.by_number(group_numbers_freezing_others),
             scaler=scaler,
             device=self.device,
             offload_store=optimizer_store,

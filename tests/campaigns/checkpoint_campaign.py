@@ -36,12 +36,12 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import CheckpointError, format as disk
+from megatron.core.dist_checkpointing import CheckpointError, manifest_format as disk
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state, sharded_optimizer_state
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import build_mesh
+from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.storage import file_layer
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing import load_with_fallback, save_and_load, save_folder
@@ -114,7 +114,7 @@ class Loader:
 def silence() -> Iterator[list[str]]:
     """What the first rank would print; the block prints nothing."""
     lines: list[str] = []
-    modules = (save_and_load, load_with_fallback, save_folder, save_and_load.compatibility)
+    modules = (save_and_load, load_with_fallback, save_folder, save_and_load.check_same_model_and_optimizer)
     before = [module.print_rank_0 for module in modules]
     for module in modules:
         module.print_rank_0 = lines.append

@@ -33,7 +33,7 @@ import pretrain_gpt
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer import transformer_layer
-from megatron.training import build, model_chunks, trainer
+from megatron.training import build, build_model_and_optimizer, trainer
 from megatron.training.checkpointing import save_and_load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ DOERS = {
     BUILT: [
         (transformer_layer, "ParallelMLP"),
         (build, "initialize_parameters"),
-        (model_chunks, "DistributedDataParallel"),
+        (build_model_and_optimizer, "DistributedDataParallel"),
     ],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.dropout_masks import MaskWords, column_words, keep_mask, numbered_keys, pairs_of_words
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 
 CPU = torch.device("cpu")
 LAGS = (1, 2, 3, 4, 8, 16, 32, 64)

@@ -22,7 +22,7 @@ PACKAGE = "megatron/"
 TRAINS = "tests/ranks/models/test_parity.py::test_no_wait_is_missing"
 CALLS = "tests/ranks/parallel/test_local_ranks.py::test_a_collective_has_its_result_when_it_returns"
 IN_PARTS = "tests/ranks/models/test_parity.py::test_no_wait_is_missing_where_copies_travel_in_parts"
-ZERO = "tests/ranks/distributed/test_zero.py::test_shards_equal_one_process"
+ZERO = "tests/ranks/distributed/test_zero_reduce_and_gather.py::test_shards_equal_one_process"
 RING = "tests/ranks/context_parallel/test_context_parallel.py::test_no_wait_of_the_ring_is_missing"
 _AWAY = "tests/ranks/offload/test_offload.py::test_offload_equals_one_process"
 OWN_CLASS = (
@@ -52,7 +52,7 @@ class Mutation:
     new: str
 
 
-_MERGED = "core/context_parallel/ring_attention.py"
+_MERGED = "core/context_parallel/ring_and_allgather_attention.py"
 _OWN = "self.transfers.pop(action.with_op(BEGIN_OF[action.op]))"
 # What, in which file, the test that finds it, the text, and the text without the wait.
 MUTATIONS = [
@@ -130,7 +130,7 @@ MUTATIONS = [
         ),
         (
             "all buckets at the end of the step",
-            "core/distributed/zero.py",
+            "core/distributed/zero_reduce_and_gather.py",
             TRAINS,
             "bucket.finish_reduce()\n\n\nclass",
             "pass\n\n\nclass",
@@ -152,7 +152,7 @@ MUTATIONS = [
         ),
         (
             "a module's parameters after the update",
-            "core/distributed/zero.py",
+            "core/distributed/zero_reduce_and_gather.py",
             OWN_CLASS,
             "for bucket in buckets:\n            bucket.finish_gather()\n",
             "pass\n",
@@ -201,7 +201,7 @@ MUTATIONS = [
         ),
         (
             "a read from a file",
-            "core/offload/offload_tiers.py",
+            "core/offload/host_and_file_stores.py",
             OUTER,
             "AsyncHandle(lambda: reading.result()",
             "AsyncHandle(lambda: (reading.result() if reading.done() else torch.full((self.nbytes,), 127, dtype=torch.uint8))",
@@ -287,14 +287,14 @@ MUTATIONS = [
         ),
         (
             "a result of Muon's owner, used while the next are found",
-            "core/optimizer/full_matrix.py",
+            "core/optimizer/gather_full_matrices.py",
             OWNERS,
             "use(first, sending.wait())",
             "use(first, sending._keep[0])",
         ),
         (
             "the last results of Muon's owners",
-            "core/optimizer/full_matrix.py",
+            "core/optimizer/gather_full_matrices.py",
             OWNERS,
             "use(i, sending.wait())",
             "use(i, sending._keep[0])",

@@ -42,9 +42,9 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state, sharded_optimizer_state
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load
 

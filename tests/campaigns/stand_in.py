@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from megatron.core import parallel_state
-from megatron.core.offload import offload_tiers
+from megatron.core.offload import host_and_file_stores
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.training import trainer, training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,7 +315,7 @@ def stand_in() -> None:
     torch.frombuffer = lambda data, dtype: torch.empty(len(data), dtype=dtype)
     torch.Generator = lambda device=None, make=torch.Generator: make()
     torch.Event = lambda device=None: _Event()
-    offload_tiers.ThreadPoolExecutor = AtOnce
+    host_and_file_stores.ThreadPoolExecutor = AtOnce
     training.failure_shutdown.report = reraise
     trainer.train_step = count_steps(trainer.train_step)
 

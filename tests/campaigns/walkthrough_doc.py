@@ -35,7 +35,7 @@ def places(page: str) -> str:
 
 
 def place_of(name: str) -> str:
-    """Where a class, function or method is defined, by its import path: megatron/core/parallel/grid.py:27"""
+    """Where a class, function or method is defined, by its import path: megatron/core/parallel/rank_grid.py:27"""
     words = name.split(".")
     for count in range(len(words) - 1, 0, -1):
         with contextlib.suppress(ModuleNotFoundError):

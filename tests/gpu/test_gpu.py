@@ -22,14 +22,14 @@ from sentence_files import write_sentences
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
 from megatron.core.ops.attention.kernels import fused_attention, unfused_attention
 from megatron.core.ops.attention.masks import Documents, Window
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
-from megatron.core.parallel.grid import ALONE, Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
+from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 
 _found = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = os.environ.get("GPU_TESTS_ON") or (_found.type if _found else None)

@@ -19,7 +19,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
 import pretrain_gpt
 from megatron.core.enums import ModelType
-from megatron.core.parallel import initialize_distributed as job
+from megatron.core.parallel import init_and_destroy_distributed as job
 from megatron.core.parallel_state import launched_rank
 from megatron.training import get_args, pretrain
 from megatron.training.global_vars import is_dry_run

@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.parallel import initialize_distributed as job, initialize_model_parallel  # noqa: E402
+from megatron.core.parallel import init_and_destroy_distributed as job, initialize_model_parallel  # noqa: E402
 from megatron.training import pretrain, trainer, training  # noqa: E402
 from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load  # noqa: E402
 

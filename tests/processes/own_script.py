@@ -20,7 +20,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.common.output_layer import LanguageModelHead
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.tensor_parallel.layers import tensor_parallel_of
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.utils import init_method_normal

@@ -21,10 +21,10 @@ from benchmarks.context_speed import of_torch
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 SAMPLES, HEADS, LENGTH, WIDTH = 2, 4, 96, 8
 

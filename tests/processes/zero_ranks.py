@@ -31,7 +31,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape

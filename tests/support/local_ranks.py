@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core import parallel_state
-from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.parallel.parallel_config import ORDER
-from megatron.core.parallel.stage_map import StageMap
+from megatron.core.parallel.rank_grid import AxisSizes
+from megatron.core.parallel.stage_to_rank import StageMap
 
 _NAME = "rank "  # of a thread
 

@@ -13,7 +13,7 @@ import torch
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops.attention.kernels import KERNELS
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel.accelerator import Device

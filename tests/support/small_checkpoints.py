@@ -5,7 +5,7 @@ from local_ranks import run_ranks
 from said import raises_telling
 
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import whole
 
 

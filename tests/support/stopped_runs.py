@@ -15,7 +15,7 @@ from script_run import trainer_of
 from thread_writers import thread_writers
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.format import LATEST
+from megatron.core.dist_checkpointing.manifest_format import LATEST
 from megatron.core.parallel.mesh import Mesh
 
 TINY = (

@@ -29,7 +29,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.model_chunks import refuse_shared_embeddings
+from megatron.training.build_model_and_optimizer import refuse_shared_embeddings
 
 PIPELINES = {  # ranks, chunks of each, schedule, the rank where the decoder begins
     "1 stage": (1, 1, "1f1b", None),

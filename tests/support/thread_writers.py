@@ -14,7 +14,7 @@ from local_ranks import rank_of_thread
 
 from megatron.core.dist_checkpointing import writer_process
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, AsyncSaveResult
-from megatron.core.dist_checkpointing.writer_sockets import MessageSocket
+from megatron.core.dist_checkpointing.sockets_between_writers import MessageSocket
 from megatron.core.parallel import collectives
 
 

@@ -17,13 +17,13 @@ from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.offload.offload_tiers import OffloadAllocator
+from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
@@ -41,9 +41,9 @@ from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
+from megatron.training.build_model_and_optimizer import tie_embeddings
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.model_chunks import tie_embeddings
 from megatron.training.step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.memory.peak_along_schedule import forecast
-from megatron.training.memory.report import as_json, full_report
+from megatron.training.memory.predicted_memory_table import as_json, full_report
 from tools.estimating.job import own_flags_in, read
 from tools.estimating.measure import measure, measured_report
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.training.global_vars import Runtime
 from megatron.training.memory.dry_run import alone, build_rank_parts, dry_run, mesh_of
-from megatron.training.memory.memory_tracker import MemoryTracker
 from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory, predicted_of
-from megatron.training.memory.report import amount, table
+from megatron.training.memory.predicted_memory_table import amount, table
+from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.step import train_step
 from tools.estimating.job import read
 

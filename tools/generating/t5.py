@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.convert.families.family import START_ID
+from megatron.convert.families.hf_family_table import START_ID
 from megatron.convert.hf_origin import Provenance
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings

@@ -1,9 +1,10 @@
 """Tables of Hugging Face model families, which serve reading and writing.
 
-    family                                the table of a family: fields of its config.json, a mapping for each parameter
+    hf_family_table                       the table of a family: fields of its config.json, a mapping for each parameter
     config_fields, rope, sliding_window   the fields: keys of a config.json <-> our settings
     weight_layout                         the operations of mappings: tensors of a folder <-> our tensors (no torch)
-    bert, gpt_like, llama_like, t5        the families; `registry` has all of them by model_type
+    bert, gpt2_neox_phi_starcoder2,       the families; `registry` has all of them by model_type
+    llama_like, t5
     config_json                           a full config.json <-> our settings
 
 To add a family: a `Family` in a file of its own, and a line in `registry`.

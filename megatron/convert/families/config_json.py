@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.convert.families.config_fields import ConfigReader, ModelSettings, dtype_in
-from megatron.convert.families.family import Family
+from megatron.convert.families.hf_family_table import Family
 from megatron.convert.families.registry import FAMILIES
 from megatron.core.base.dataclass_flags import ConfigError, option_fields
 from megatron.core.transformer.model_config import LossConfig, ModelConfig, PrecisionConfig, RecomputeConfig

@@ -4,15 +4,15 @@ To add one: write a `Family` in a file of its own, and a line here; a fork adds 
 model that several families can describe is written as the first of them.
 """
 
-from megatron.convert.families import bert, gpt_like, llama_like, t5
-from megatron.convert.families.family import Family
+from megatron.convert.families import bert, gpt2_neox_phi_starcoder2, llama_like, t5
+from megatron.convert.families.hf_family_table import Family
 from megatron.core.base.registry import Registry
 
 FAMILIES = Registry(
     "FAMILIES",
     Family,
     {
-        "gpt2": gpt_like.GPT2,
+        "gpt2": gpt2_neox_phi_starcoder2.GPT2,
         "llama": llama_like.LLAMA,
         "mistral": llama_like.MISTRAL,
         "qwen2": llama_like.QWEN2,
@@ -20,13 +20,13 @@ FAMILIES = Registry(
         "gemma": llama_like.GEMMA,
         "gemma2": llama_like.GEMMA2,
         "gemma3_text": llama_like.GEMMA3,
-        "gpt_neox": gpt_like.GPT_NEOX,
-        "phi": gpt_like.PHI,
+        "gpt_neox": gpt2_neox_phi_starcoder2.GPT_NEOX,
+        "phi": gpt2_neox_phi_starcoder2.PHI,
         "phi3": llama_like.PHI3,
         "olmo2": llama_like.OLMO2,
         "olmo3": llama_like.OLMO3,
         "smollm3": llama_like.SMOLLM3,
-        "starcoder2": gpt_like.STARCODER2,
+        "starcoder2": gpt2_neox_phi_starcoder2.STARCODER2,
         "granite": llama_like.GRANITE,
         "cohere": llama_like.COHERE,
         "cohere2": llama_like.COHERE2,

@@ -13,10 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron.convert.formats.read_hf_folder import path_inside
+from megatron.convert.formats.read_hf_config_and_headers import path_inside
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import LATEST, MANIFEST, CheckpointError, folder_name
+from megatron.core.dist_checkpointing.manifest_format import LATEST, MANIFEST, CheckpointError, folder_name
 from megatron.core.storage.file_layer import backend_of, is_file, is_folder, read_start
 
 _RELEASE = "release"

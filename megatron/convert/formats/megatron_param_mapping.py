@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.convert.families.family import LANGUAGE_MODEL, LAYER, OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_table import LANGUAGE_MODEL, LAYER, OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import HeadCounts, View
 from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.core.sharding.boxes import Box, whole

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.config_fields import ModelSettings
-from megatron.convert.families.family import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_table import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import HeadCounts
 from megatron.convert.formats.find_megatron_folder import rank_files
 from megatron.convert.formats.megatron_param_mapping import (
@@ -23,12 +23,12 @@ from megatron.convert.formats.megatron_param_mapping import (
     take_first,
 )
 from megatron.convert.formats.pickle_as_data import PickleError
-from megatron.convert.formats.read_hf_folder import are_equal
+from megatron.convert.formats.read_hf_config_and_headers import are_equal
 from megatron.convert.formats.read_megatron_args import plain_args_from_pickle, settings_of_args
 from megatron.convert.formats.read_torch_file import TorchFile, read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 
 _VERSIONS = (0, 1.0, 2.0, 3.0)  # of checkpoint_version
 _MOST_TENSORS = 1_000_000

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.config_fields import ModelSettings
-from megatron.convert.families.family import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_table import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import View
 from megatron.convert.formats.find_megatron_folder import COMMON
 from megatron.convert.formats.megatron_param_mapping import TensorPart, has_bert_heads, is_known, map_param_name
-from megatron.convert.formats.read_hf_folder import are_equal, path_inside
+from megatron.convert.formats.read_hf_config_and_headers import are_equal, path_inside
 from megatron.convert.formats.read_megatron_args import plain_args_from_pickle, settings_of_args
 from megatron.convert.formats.read_megatron_torch import MegatronModel, head_counts
-from megatron.convert.formats.read_torch_dcp import BoxInFile, DcpFolder, read_dcp
+from megatron.convert.formats.read_torch_dcp_metadata import BoxInFile, DcpFolder, read_dcp
 from megatron.convert.formats.read_torch_file import read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 

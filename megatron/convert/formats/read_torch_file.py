@@ -24,7 +24,7 @@ from megatron.convert.formats.pickle_as_data import (
     read_pickle,
 )
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
-from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError
 from megatron.core.storage.file_layer import backend_of, read_all
 
 _HAS_DESCRIPTOR = 8  # flag of a zip record whose checksum and sizes follow its content, in a data descriptor

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.format import ITEM_BYTES, CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError
 from megatron.core.storage.file_layer import backend_of, read_start
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 
 _REQUIRED = dataclasses.MISSING
 
@@ -360,7 +360,7 @@ class FlagParser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help; a reader that ends early, as in `--help | head`, is no error."""
         if file is None:
-            output_streams.print_answer(self.format_help())
+            tolerate_broken_output.print_answer(self.format_help())
         else:
             super().print_help(file)
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron.core.base.megatron_api_names import ELSEWHERE, NOT_BUILT, SWITCHED_OFF, reason_of
+from megatron.core.base.moved_or_unbuilt_megatron_names import ELSEWHERE, NOT_BUILT, SWITCHED_OFF, reason_of
 
 
 def lazy_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

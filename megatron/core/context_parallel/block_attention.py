@@ -24,8 +24,8 @@ from megatron.core.context_parallel.causal_blocks import ChunkNumbers, ScoreTile
 from megatron.core.ops.attention.masks import Documents, Mask, Window
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.attention.tiles import wide_empty
-from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel.accelerator import is_accelerator
 
 _QUERIES, _KEYS = 128, 1024  # of a tile

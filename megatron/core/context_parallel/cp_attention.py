@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Registry
 from megatron.core.context_parallel.block_attention import FlashBlocks, TiledBlocks, flash_refuses
-from megatron.core.context_parallel.ring_attention import (
+from megatron.core.context_parallel.ring_and_allgather_attention import (
     Gathered,
     KVCommStrategy,
     Ring,
@@ -21,9 +21,9 @@ from megatron.core.context_parallel.ulysses import heads_to_rows, rows_to_heads
 from megatron.core.ops.attention.kernels import SOFTMAX, attention_function
 from megatron.core.ops.attention.masks import Mask, MaskWithBias, Window
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
-from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import chunks_of
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.core.context_parallel.ring_attention import zigzag_to_sample_order
+from megatron.core.context_parallel.ring_and_allgather_attention import zigzag_to_sample_order
 from megatron.core.ops.attention.kv_cache import AttentionCache, Entries, LayerAttention
 from megatron.core.ops.attention.masks import Documents, Mask
 from megatron.core.ops.shard_sequence import positions_of, shard_sequence
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 
 

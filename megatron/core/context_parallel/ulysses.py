@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.ring_attention import sample_to_zigzag_order, zigzag_to_sample_order
+from megatron.core.context_parallel.ring_and_allgather_attention import sample_to_zigzag_order, zigzag_to_sample_order
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 def rows_to_heads(x: Tensor, axis: Axis) -> Tensor:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.datasets.ambiguous_pad_token import FILLED
 from megatron.core.datasets.mask_selection import MaskingRules, WordPieces, choose_spans, concatenate
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.pad_token_is_text import FILLED
 from megatron.core.datasets.vocab_check import concatenate_checked
 
 

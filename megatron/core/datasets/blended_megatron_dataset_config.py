@@ -7,8 +7,8 @@ from typing import Any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.from_megatron_config import problems_of_not_built
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets.ambiguous_pad_token import pad_is_text
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.pad_token_is_text import pad_is_text
 
 # In Megatron core 0.5 one prefix, or weights and prefixes in turn; in later versions (prefixes, weights or None).
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None

@@ -29,10 +29,10 @@ from megatron.core.datasets.blend import (
     weighted_indices,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_usage_report import DataUsage, usage_lines
 from megatron.core.datasets.index_cache import IndexCache, content_fingerprint
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.planned_data_usage import DataUsage, usage_lines
 from megatron.core.datasets.read_megatron_index_cache import (
     Described,
     MegatronCache,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError, flag_of
-from megatron.core.datasets.ambiguous_pad_token import FILLED, id_of, pad_is_text
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.build_datasets import (
     BuildContext,
@@ -27,7 +26,6 @@ from megatron.core.datasets.build_datasets import (
     size_problems,
 )
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_usage_report import DataUsage, data_usage
 from megatron.core.datasets.eod_check import files_without_eod_note
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
 from megatron.core.datasets.index_map import (
@@ -39,6 +37,8 @@ from megatron.core.datasets.index_map import (
     split_tokens,
 )
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.pad_token_is_text import FILLED, id_of, pad_is_text
+from megatron.core.datasets.planned_data_usage import DataUsage, data_usage
 from megatron.core.datasets.read_megatron_index_cache import MegatronCache, index_problem
 from megatron.core.datasets.vocab_check import concatenate_checked, ids_without_row, tokenizer_name
 

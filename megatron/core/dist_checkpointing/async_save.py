@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from megatron.core.base import rank_status
-from megatron.core.dist_checkpointing import format, writer_process
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing import manifest_format, writer_process
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.dist_checkpointing.save_sharded import check_tensors_and_state
+from megatron.core.dist_checkpointing.sockets_between_writers import MessageSocket
 from megatron.core.dist_checkpointing.write_and_publish import SaveRequest
 from megatron.core.dist_checkpointing.write_balance import balance_writes
-from megatron.core.dist_checkpointing.writer_sockets import MessageSocket
 from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.parallel import accelerator as devices, collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box, size_of
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 
 _CHUNK = 16 << 20  # bytes of a tensor in a file that are read at a time
 _PROGRESS_SECONDS = 1.0  # between two looks at whether a slow writer still makes progress
@@ -140,7 +140,7 @@ def _copy_piece(local: LocalTensor, piece: tuple[Box, Box], target: Tensor) -> N
 
 
 def _aligned(nbytes: int) -> int:
-    return nbytes + -nbytes % format.ALIGNMENT
+    return nbytes + -nbytes % manifest_format.ALIGNMENT
 
 
 # ---------------------------------------------------------------- this rank's writer

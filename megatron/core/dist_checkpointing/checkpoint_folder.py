@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.core.dist_checkpointing import format
-from megatron.core.dist_checkpointing.format import CheckpointError, Manifest
+from megatron.core.dist_checkpointing import manifest_format
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest
 from megatron.core.storage import file_layer
 
 _MAX_POINTER_BYTES = 64  # a number of 18 digits, and room for spaces that an editor leaves
@@ -34,25 +34,25 @@ def find(root: Path, iteration: int | None = None) -> CheckpointChoice:
     Raises CheckpointError if there is none.
     """
     if not file_layer.is_folder(root):
-        raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {format.LATEST}")
+        raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {manifest_format.LATEST}")
     if iteration is not None:
         return CheckpointChoice(iteration, _folder_of(root, iteration))
     latest = iteration_in_pointer_file(root)
     newest = newest_iteration(root)
     if latest is None and newest is None:
-        wrong = f"holds no {format.LATEST}, so no checkpoint was finished in it"
+        wrong = f"holds no {manifest_format.LATEST}, so no checkpoint was finished in it"
         raise CheckpointError(root, wrong, _other_iterations(root))
     if latest is None:
         warning = (
-            f"{root} holds no {format.LATEST}, as when a run is killed while it saves its first checkpoint: iteration {newest} "
-            "is loaded, the newest that is complete"
+            f"{root} holds no {manifest_format.LATEST}, as when a run is killed while it saves its first checkpoint: "
+            f"iteration {newest} is loaded, the newest that is complete"
         )
         return CheckpointChoice(newest, _folder_of(root, newest), warning)
     warning = ""
     if newest is not None and newest > latest:
         warning = (
-            f"{root / format.LATEST} names iteration {latest}, and iteration {newest} is there too: {latest} is loaded. "
-            f"--ckpt-step {newest} goes on from {newest}, before a run saves over it"
+            f"{root / manifest_format.LATEST} names iteration {latest}, and iteration {newest} is there too: "
+            f"{latest} is loaded. --ckpt-step {newest} goes on from {newest}, before a run saves over it"
         )
     return CheckpointChoice(latest, _folder_of(root, latest), warning)
 
@@ -61,8 +61,8 @@ def saved_iterations(root: Path) -> list[int]:
     """Return the iterations with a manifest, ascending."""
     iterations = set()
     for path in paths_with_iter_prefix(root):
-        iteration = format.iteration_of(path.name.removesuffix(format.REPLACED))
-        if iteration is not None and file_layer.is_file(path / format.MANIFEST):
+        iteration = manifest_format.iteration_of(path.name.removesuffix(manifest_format.REPLACED))
+        if iteration is not None and file_layer.is_file(path / manifest_format.MANIFEST):
             iterations.add(iteration)
     return sorted(iterations)
 
@@ -77,7 +77,7 @@ def iteration_in_pointer_file(root: Path) -> int | None:
 
     Raises CheckpointError if the file is damaged.
     """
-    path = root / format.LATEST
+    path = root / manifest_format.LATEST
     if not file_layer.is_file(path):
         return None
     text = file_layer.read_start(path, _MAX_POINTER_BYTES + 1).decode(errors="replace")
@@ -104,13 +104,13 @@ def pointer_text_with_check_digit(iteration: int) -> str:
 
 
 def _folder_of(root: Path, iteration: int) -> Path:
-    final = root / format.folder_name(iteration)
+    final = root / manifest_format.folder_name(iteration)
     for folder in (final, replaced_folder(final)):  # the second: a save of the same iteration was killed
-        if file_layer.is_file(folder / format.MANIFEST):
+        if file_layer.is_file(folder / manifest_format.MANIFEST):
             return folder
     if file_layer.is_folder(final):
         advice = "if it is of another format, convert it; else load another iteration"
-        raise CheckpointError(final, f"has no {format.MANIFEST}", advice)
+        raise CheckpointError(final, f"has no {manifest_format.MANIFEST}", advice)
     raise CheckpointError(final, "does not exist", _other_iterations(root))
 
 
@@ -127,25 +127,25 @@ def _other_iterations(root: Path) -> str:
 
 def read_manifest(folder: Path) -> str:
     """Return the text of a folder's manifest, unchecked. Raises CheckpointError if it cannot be read."""
-    path = folder / format.MANIFEST
+    path = folder / manifest_format.MANIFEST
     try:
         size = file_layer.size_of_file(path) or 0
         if size > _MAX_MANIFEST_BYTES:
             wrong = f"has {size} bytes, and a manifest has at most {_MAX_MANIFEST_BYTES}"
-            raise CheckpointError(path, wrong, format.DAMAGED)
+            raise CheckpointError(path, wrong, manifest_format.DAMAGED)
         return file_layer.read_start(path, size).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(path, f"cannot be read ({error})", format.advice_after(error)) from error
+        raise CheckpointError(path, f"cannot be read ({error})", manifest_format.advice_after(error)) from error
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder's name has the manifest's iteration and all files have their sizes."""
-    if format.iteration_of(folder.name.removesuffix(format.REPLACED)) != manifest.iteration:
+    if manifest_format.iteration_of(folder.name.removesuffix(manifest_format.REPLACED)) != manifest.iteration:
         raise CheckpointError(folder, f"holds iteration {manifest.iteration}", "give the folder its old name back")
     try:
         sizes = file_layer.sizes_of(folder, manifest.files)
     except OSError as error:
-        raise CheckpointError(folder, f"cannot be read ({error})", format.advice_after(error)) from error
+        raise CheckpointError(folder, f"cannot be read ({error})", manifest_format.advice_after(error)) from error
     problems = []
     for name, expected in manifest.files.items():
         if sizes[name] is None:
@@ -153,13 +153,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         elif sizes[name] != expected:
             problems.append(f"{name} has {sizes[name]} bytes, not {expected}")
     if problems:
-        raise CheckpointError(folder, problems, format.DAMAGED)
+        raise CheckpointError(folder, problems, manifest_format.DAMAGED)
 
 
 def is_complete(folder: Path) -> bool:
     """Return whether the manifest is undamaged and every file has its size; reads no tensors."""
     try:
-        check_files(folder, format.parse_manifest(read_manifest(folder), folder))
+        check_files(folder, manifest_format.parse_manifest(read_manifest(folder), folder))
     except CheckpointError:
         return False
     return True
@@ -174,7 +174,7 @@ def paths_with_iter_prefix(root: Path) -> list[Path]:
 
 def replaced_folder(final: Path) -> Path:
     """Return the name of an iteration's previous save while it is saved again: iter_N.replaced."""
-    return final.with_name(final.name + format.REPLACED)
+    return final.with_name(final.name + manifest_format.REPLACED)
 
 
 def damaged_folder(final: Path) -> Path:
@@ -183,14 +183,14 @@ def damaged_folder(final: Path) -> Path:
     If that exists, the name is the first free one of iter_N.1.damaged, iter_N.2.damaged, ...
     """
     numbers = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
-    candidates = (final.with_name(f"{final.name}{number}{format.SPOILED}") for number in numbers)
+    candidates = (final.with_name(f"{final.name}{number}{manifest_format.SPOILED}") for number in numbers)
     return next(path for path in candidates if not file_layer.exists(path))
 
 
 def remove(path: Path) -> None:
     """Remove a file or folder if it exists; the manifest first, so that a half-removed folder never looks complete."""
     if file_layer.is_folder(path) and not file_layer.backend_of(path).is_link(path):
-        file_layer.remove_if_there(path / format.MANIFEST)
+        file_layer.remove_if_there(path / manifest_format.MANIFEST)
         file_layer.remove_tree(path)
     else:
         file_layer.remove_if_there(path)

@@ -14,7 +14,7 @@ import itertools
 import re
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import format, object_store_commit
+from megatron.core.dist_checkpointing import manifest_format, object_store_commit
 from megatron.core.dist_checkpointing.checkpoint_folder import (
     damaged_folder,
     is_complete,
@@ -44,7 +44,7 @@ def rank_data_file(partial: Path, rank: int) -> Path:
         return object_store_commit.object_path(partial, rank)
     if not file_layer.is_folder(partial):
         raise FileNotFoundError(errno.ENOENT, "no such folder", str(partial))
-    return partial / format.file_name(rank, ".bin")
+    return partial / manifest_format.file_name(rank, ".bin")
 
 
 def rank_data_folder(partial: Path) -> Path:
@@ -57,7 +57,7 @@ def is_ours(final: Path) -> bool:
 
     A save may replace it then.
     """
-    if file_layer.is_file(final / format.MANIFEST):
+    if file_layer.is_file(final / manifest_format.MANIFEST):
         return True
     return file_layer.is_object(final) and object_store_commit.holds_only_saved_objects(final)
 
@@ -71,17 +71,17 @@ def publish(partial: Path, iteration: int) -> None:
         object_store_commit.publish_objects(partial, iteration)
         return
     root = partial.parent
-    final = root / format.folder_name(iteration)
+    final = root / manifest_format.folder_name(iteration)
     backend = file_layer.backend_of(root)
 
     # write the new pointer under a temporary name: a full disk must fail before anything is renamed
-    pointer = root / (format.LATEST + format.PARTIAL)
+    pointer = root / (manifest_format.LATEST + manifest_format.PARTIAL)
     file_layer.write_and_sync_content(pointer, pointer_text_with_check_digit(iteration))
 
     # free the final name
     if file_layer.exists(final):
         replaced = replaced_folder(final)
-        if file_layer.is_file(replaced / format.MANIFEST):
+        if file_layer.is_file(replaced / manifest_format.MANIFEST):
             # `replaced` is complete and `final` is damaged; otherwise `try_clear_leftovers` had removed `replaced`.
             remove_or_rename(final)
         else:
@@ -91,7 +91,7 @@ def publish(partial: Path, iteration: int) -> None:
     # publish: the folder, then the pointer to it
     backend.rename(partial, final)
     backend.sync_folder(root)
-    backend.rename(pointer, root / format.LATEST)
+    backend.rename(pointer, root / manifest_format.LATEST)
     backend.sync_folder(root)
 
 
@@ -108,7 +108,7 @@ def remove_or_rename(path: Path) -> None:
 def rename_to_leftover(path: Path) -> Path:
     """Rename a folder so that it is never read and the next save removes it; return its new path."""
     final = path.parent / path.name.partition(".")[0]
-    candidates = (final.with_name(f"{final.name}.{number}{format.PARTIAL}") for number in itertools.count(1))
+    candidates = (final.with_name(f"{final.name}.{number}{manifest_format.PARTIAL}") for number in itertools.count(1))
     free = next(path for path in candidates if not file_layer.exists(path))
     file_layer.backend_of(path).rename(path, free)
     return free
@@ -141,9 +141,13 @@ def try_clear_leftovers(root: Path) -> list[str]:
     """
     if file_layer.is_object(root):
         return object_store_commit.try_clear_leftover_objects(root)
-    pointer = root / (format.LATEST + format.PARTIAL)
+    pointer = root / (manifest_format.LATEST + manifest_format.PARTIAL)
     problems = []
-    for path in [pointer, *_folders_with(root, format.PARTIAL), *_folders_with(root, format.REPLACED)]:
+    for path in [
+        pointer,
+        *_folders_with(root, manifest_format.PARTIAL),
+        *_folders_with(root, manifest_format.REPLACED),
+    ]:
         try:
             if not _restore(path):
                 remove(path)
@@ -160,7 +164,7 @@ def _restore(leftover: Path) -> bool:
     It gets the iteration's name back, unless a damaged folder has that name.
     """
     final = leftover.with_suffix("")
-    if leftover.suffix != format.REPLACED or not file_layer.is_file(leftover / format.MANIFEST):
+    if leftover.suffix != manifest_format.REPLACED or not file_layer.is_file(leftover / manifest_format.MANIFEST):
         return False
     if is_complete(final):
         return False

@@ -19,15 +19,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import checkpoint_folder, format
-from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, Piece
+from megatron.core.dist_checkpointing import checkpoint_folder, manifest_format
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, Piece
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.sharding.boxes import Box, contiguous_flat_range, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage import file_layer
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.core.storage.read_ahead import FileSpan
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
@@ -151,7 +151,7 @@ class Checkpoint:
 
     @cached_property
     def _gaps(self) -> dict[tuple[str, int], int]:
-        return format.byte_gaps_in_files(self.manifest)
+        return manifest_format.byte_gaps_in_files(self.manifest)
 
     def _span(self, piece: Piece) -> FileSpan:
         """Return the bytes of a piece, with the zeros before it that align it."""
@@ -171,7 +171,7 @@ class Checkpoint:
         """
         path = self.folder / piece.file
         gap = self._gaps[piece.file, piece.offset]
-        what = f"tensor {name!r}, box {format.show_box(piece.box)}"
+        what = f"tensor {name!r}, box {manifest_format.show_box(piece.box)}"
         digest = hashlib.sha256()
         position = 0
         try:
@@ -185,17 +185,19 @@ class Checkpoint:
                     count = file_layer.read_all(file, buffer, path)
                     if count < len(buffer):
                         wrong = f"ends before the last {piece.nbytes - position - count} bytes of {what}"
-                        raise CheckpointError(path, wrong, format.DAMAGED)
+                        raise CheckpointError(path, wrong, manifest_format.DAMAGED)
                     digest.update(buffer)
                     yield position, data
                     position += count
         except OSError as error:
-            raise CheckpointError(path, f"cannot be read ({error}) for {what}", format.advice_after(error)) from error
+            raise CheckpointError(
+                path, f"cannot be read ({error}) for {what}", manifest_format.advice_after(error)
+            ) from error
         if not is_padded:
             wrong = f"is not zero in the {gap} bytes before byte {piece.offset}, which align {what}"
-            raise CheckpointError(path, wrong, format.DAMAGED)
+            raise CheckpointError(path, wrong, manifest_format.DAMAGED)
         if digest.hexdigest() != piece.sha256:
-            raise CheckpointError(path, f"does not match the sha256 of {what}", format.DAMAGED)
+            raise CheckpointError(path, f"does not match the sha256 of {what}", manifest_format.DAMAGED)
 
 
 # (box in the saved piece, region of this rank's tensor, box in the region)
@@ -267,8 +269,8 @@ def open_checkpoint(
     name, warning = json.loads(head)
     folder = path_of(root) / name
     with collectives.raise_together(world, device):
-        manifest = format.parse_manifest(text, folder / format.MANIFEST)
-        format.check_complete(manifest, folder / format.MANIFEST)
+        manifest = manifest_format.parse_manifest(text, folder / manifest_format.MANIFEST)
+        manifest_format.check_complete(manifest, folder / manifest_format.MANIFEST)
         if world.is_first:
             checkpoint_folder.check_files(folder, manifest)
     return Checkpoint(folder, manifest, warning)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, global_shape_offset_and_parts, tensor_at
-from megatron.core.dist_checkpointing.state_dict_io import TensorWithOwnKey
+from megatron.core.dist_checkpointing.save_load_state_dict import TensorWithOwnKey
 from megatron.core.parallel.global_state import get_global_state
 
 

@@ -16,14 +16,14 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import checkpoint_folder, format
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing import checkpoint_folder, manifest_format
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.storage import file_layer
 
 _SAVE = "save.json"
 _MAX_SAVE_BYTES = 1 << 28  # of a save.json, which may name the objects of a million ranks
 _OBJECT = re.compile(r"rank_[0-9]{5,}\.[0-9a-f]{16}\.bin")
-_PARTIAL = re.compile(r"iter_[0-9]{7,}" + re.escape(format.PARTIAL))
+_PARTIAL = re.compile(r"iter_[0-9]{7,}" + re.escape(manifest_format.PARTIAL))
 
 
 def write_save_record(partial: Path) -> None:
@@ -40,7 +40,7 @@ def object_path(partial: Path, rank: int) -> Path:
     Raises OSError if it does not see what `write_save_record` wrote.
     """
     mark = _read_record(partial)["mark"]
-    return partial.with_suffix("") / format.file_name(rank, f".{mark}.bin")
+    return partial.with_suffix("") / manifest_format.file_name(rank, f".{mark}.bin")
 
 
 def holds_only_saved_objects(final: Path) -> bool:
@@ -51,18 +51,18 @@ def holds_only_saved_objects(final: Path) -> bool:
 def publish_objects(partial: Path, iteration: int) -> None:
     """Make the manifest in `partial` the one of its iteration, and the iteration the latest."""
     text = checkpoint_folder.read_manifest(partial)
-    file_layer.write_and_sync_content(partial.with_suffix("") / format.MANIFEST, text)
+    file_layer.write_and_sync_content(partial.with_suffix("") / manifest_format.MANIFEST, text)
     file_layer.write_and_sync_content(
-        partial.parent / format.LATEST, checkpoint_folder.pointer_text_with_check_digit(iteration)
+        partial.parent / manifest_format.LATEST, checkpoint_folder.pointer_text_with_check_digit(iteration)
     )
 
 
 def set_aside_damaged_manifest(final: Path) -> Path:
     """Move the manifest of a damaged checkpoint to a folder of its own, and return that. The objects stay."""
     free = checkpoint_folder.damaged_folder(final)
-    manifest = final / format.MANIFEST
+    manifest = final / manifest_format.MANIFEST
     content = file_layer.read_start(manifest, file_layer.size_of_file(manifest) or 0)
-    with file_layer.backend_of(free).open(free / format.MANIFEST, "wb") as file:
+    with file_layer.backend_of(free).open(free / manifest_format.MANIFEST, "wb") as file:
         file_layer.write_all(file, content, free)
     file_layer.backend_of(final).remove(manifest)
     return free
@@ -76,9 +76,9 @@ def delete_objects(final: Path) -> None:
     names = _objects_in_manifest(final)
     if names is None:
         names = [name for name in file_layer.backend_of(final).names(final) if _OBJECT.fullmatch(name)]
-    partial = final.with_name(final.name + format.PARTIAL)
+    partial = final.with_name(final.name + manifest_format.PARTIAL)
     _write_record(partial, "", names)
-    file_layer.remove_if_there(final / format.MANIFEST)
+    file_layer.remove_if_there(final / manifest_format.MANIFEST)
     _clear(partial)
 
 
@@ -86,8 +86,10 @@ def try_clear_leftover_objects(root: Path) -> list[str]:
     """Remove the leftovers of killed saves and removals; return problems for a warning."""
     try:
         names = file_layer.backend_of(root).names(root)
-        if format.LATEST + format.PARTIAL in names:  # a run writes it at its start, to see that it may write
-            file_layer.remove_if_there(root / (format.LATEST + format.PARTIAL))
+        if (
+            manifest_format.LATEST + manifest_format.PARTIAL in names
+        ):  # a run writes it at its start, to see that it may write
+            file_layer.remove_if_there(root / (manifest_format.LATEST + manifest_format.PARTIAL))
     except OSError as error:
         return [f"{root} cannot be cleared of what killed saves left ({error})"]
     problems = []
@@ -106,7 +108,7 @@ def _clear(partial: Path) -> None:
         record = _read_record(partial)
         listed = _objects_in_manifest(final)
         # With a damaged manifest nobody knows which objects it lists: then nothing is removed.
-        if listed is not None or not file_layer.exists(final / format.MANIFEST):
+        if listed is not None or not file_layer.exists(final / manifest_format.MANIFEST):
             _remove_unlisted(final, record, listed or ())
     rest = [name for name in file_layer.backend_of(partial).names(partial) if name != _SAVE]
     file_layer.backend_of(partial).remove_all(partial / name for name in rest)
@@ -125,12 +127,14 @@ def _remove_unlisted(final: Path, record: dict[str, Any], listed: list[str] | tu
 
 def _objects_in_manifest(final: Path) -> list[str] | None:
     """Return the names of a checkpoint's objects; None without an undamaged manifest."""
-    if not file_layer.is_file(final / format.MANIFEST):
+    if not file_layer.is_file(final / manifest_format.MANIFEST):
         return None
     try:
-        manifest = format.parse_manifest(checkpoint_folder.read_manifest(final), final / format.MANIFEST)
+        manifest = manifest_format.parse_manifest(
+            checkpoint_folder.read_manifest(final), final / manifest_format.MANIFEST
+        )
     except CheckpointError as error:
-        if error.advice != format.DAMAGED:
+        if error.advice != manifest_format.DAMAGED:
             raise
         return None
     return list(manifest.files)

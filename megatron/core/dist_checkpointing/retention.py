@@ -10,7 +10,7 @@ kill in between leaves nothing that looks complete, and the next start or save r
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing import manifest_format
 from megatron.core.dist_checkpointing.checkpoint_folder import is_complete
 from megatron.core.dist_checkpointing.commit import delete
 from megatron.core.storage import file_layer
@@ -34,7 +34,7 @@ def delete_older(
     deleted = []
     problems = []
     for iteration in older:
-        folder = root / format.folder_name(iteration)
+        folder = root / manifest_format.folder_name(iteration)
         if kept < keep:
             if is_complete(folder):
                 kept += 1

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import format
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing import manifest_format
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, save_step, write_and_publish
 from megatron.core.dist_checkpointing.write_balance import balance_writes
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 
 _CHUNK = 16 << 20  # bytes copied to the host, hashed and written at a time: all the memory that saving needs
 
@@ -80,7 +80,7 @@ def check_tensors_and_state(request: SaveRequest, tensors: dict[str, LocalTensor
     problems = problems_of_tensors(tensors)
     problems += [f"a tensor is named {name!r}; names are text" for name in tensors if not isinstance(name, str)]
     if is_first:
-        problems += format.state_problems(request.state)
+        problems += manifest_format.state_problems(request.state)
     if not isinstance(request.state, dict):
         problems.append(f"state is a {type(request.state).__name__}; it must be a dict")
     if request.iteration < 0:

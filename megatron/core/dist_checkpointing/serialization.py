@@ -10,9 +10,9 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.load_sharded import open_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.state_dict_io import load_state_dict, load_whole_tensors, save_state_dict
+from megatron.core.dist_checkpointing.save_load_state_dict import load_state_dict, load_whole_tensors, save_state_dict
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

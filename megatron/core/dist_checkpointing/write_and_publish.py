@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from megatron.core.dist_checkpointing import checkpoint_folder, commit, format
-from megatron.core.dist_checkpointing.format import CheckpointError, Manifest, Piece, TensorRecord
+from megatron.core.dist_checkpointing import checkpoint_folder, commit, manifest_format
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.sharding.boxes import Box
 from megatron.core.storage import file_layer
 
@@ -88,7 +88,7 @@ class SaveRequest:
     @property
     def partial(self) -> Path:
         """The folder that is written before the checkpoint has its name."""
-        return self.root / (format.folder_name(self.iteration) + format.PARTIAL)
+        return self.root / (manifest_format.folder_name(self.iteration) + manifest_format.PARTIAL)
 
 
 def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ranks: SaveGroup) -> None:
@@ -148,12 +148,12 @@ def _disk_errors_of(path: Path) -> Iterator[None]:
 
 def _make_empty_folder(request: SaveRequest) -> None:
     partial = request.partial
-    final = request.root / partial.name.removesuffix(format.PARTIAL)
+    final = request.root / partial.name.removesuffix(manifest_format.PARTIAL)
     with _disk_errors_of(partial):
         file_layer.make_folders(request.root)
         _clear_leftovers(request)
         if file_layer.exists(final) and not commit.is_ours(final):
-            wrong = f"exists and has no {format.MANIFEST}, so it is not ours to replace"
+            wrong = f"exists and has no {manifest_format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
         commit.begin(partial)
 
@@ -212,8 +212,8 @@ def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, 
     with _disk_errors_of(path):
         records, nbytes = _write_pieces(path, own_items)
         files = {path.name: nbytes} if nbytes else {}  # {}: tensors without elements have records and no file
-        text = format.to_json(Manifest(iteration, {}, files, records))
-        file_layer.write_and_sync_content(partial / format.file_name(rank, ".json"), text)
+        text = manifest_format.to_json(Manifest(iteration, {}, files, records))
+        file_layer.write_and_sync_content(partial / manifest_format.file_name(rank, ".json"), text)
         file_layer.backend_of(partial).sync_folder(partial)
     return len(text)  # its bytes: JSON is written in ASCII
 
@@ -240,7 +240,7 @@ def _write_pieces(path: Path, items: dict[str, TensorToWrite]) -> tuple[dict[str
 
 def _write_piece(file: BinaryIO, path: Path, box: Box, buffers: Iterable[Any]) -> Piece:
     # Zeros come before the piece, so that it begins at a multiple of ALIGNMENT. The record counts the piece alone.
-    padding = bytes(-file.tell() % format.ALIGNMENT)
+    padding = bytes(-file.tell() % manifest_format.ALIGNMENT)
     file_layer.write_all(file, padding, path)
     offset = file.tell()
     digest = hashlib.sha256()
@@ -262,24 +262,26 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: 
     taken from the ranks.
     """
     # read each rank's manifest, at its full size, in rank order; a tensor's pieces, of several ranks, are put in one record
-    expected = {format.file_name(rank, ".json"): nbytes for rank, nbytes in enumerate(bytes_by_rank) if nbytes}
+    expected = {manifest_format.file_name(rank, ".json"): nbytes for rank, nbytes in enumerate(bytes_by_rank) if nbytes}
     _check_sizes(partial, expected)
     merged = Manifest(iteration, state, {}, {})
     for name, nbytes in expected.items():
         text = file_layer.read_start(partial / name, nbytes).decode()
-        part = format.parse_manifest(text, partial / name)
+        part = manifest_format.parse_manifest(text, partial / name)
         merged.files.update(part.files)
         _add_records(merged.tensors, part.tensors, partial / name)
 
     # check that the raw files are there, at their full sizes, and that the pieces cover each tensor once
     _check_sizes(commit.rank_data_folder(partial), merged.files)
-    format.check_complete(merged, partial, ONE_WRITER)
-    text = format.to_json(merged)
-    format.parse_manifest(text, partial / format.MANIFEST)  # what cannot be read must not become the latest
+    manifest_format.check_complete(merged, partial, ONE_WRITER)
+    text = manifest_format.to_json(merged)
+    manifest_format.parse_manifest(
+        text, partial / manifest_format.MANIFEST
+    )  # what cannot be read must not become the latest
 
     # write it; once it is on the disk, remove the ranks' manifests: two lists of the same pieces could disagree
-    with _disk_errors_of(partial / format.MANIFEST):
-        file_layer.write_and_sync_content(partial / format.MANIFEST, text)
+    with _disk_errors_of(partial / manifest_format.MANIFEST):
+        file_layer.write_and_sync_content(partial / manifest_format.MANIFEST, text)
         for name in expected:
             file_layer.backend_of(partial).remove(partial / name)
         file_layer.backend_of(partial).sync_folder(partial)

@@ -29,17 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import megatron
-from megatron.core.base import output_streams
-from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, write_and_publish
-from megatron.core.dist_checkpointing.writer_sockets import (
+from megatron.core.base import tolerate_broken_output
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
+from megatron.core.dist_checkpointing.sockets_between_writers import (
     FirstWriterServer,
     MessageSocket,
     OtherRankError,
     WriterGroup,
     connect_to_first_writer,
 )
-from megatron.core.storage.paths import path_of
+from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, write_and_publish
+from megatron.core.storage.path_or_url import path_of
 
 _CHUNK = 16 << 20  # bytes hashed and written at a time
 _POLL_SECONDS = 0.1  # between two looks at whether the rank is alive
@@ -59,7 +59,7 @@ def start_process(line: socket.socket) -> subprocess.Popen:
 
 def main(handle: int) -> None:
     """Run the writer until its rank ends. handle: of the socket to the rank."""
-    output_streams.keep_running()  # a save must end even if nobody reads the job's output any more
+    tolerate_broken_output.keep_running()  # a save must end even if nobody reads the job's output any more
     for name in _IGNORED_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     _kill_when_rank_ends()

@@ -5,12 +5,12 @@
     comm_volume
     contiguous_buffers, bucket, param_grad_state         the memory of all parameters, of one collective, of one
                                                          parameter
-    zero, zero3_param_fetcher, released_tensors          when gradients are reduced, and parameters gathered and
-                                                         released
-    zero_init, gathered_parameters                       a model built shard by shard; full parameters of a sharded one
-    gradient_step                                        the protocol of a step's gradients, and their divisor
+    zero_reduce_and_gather, zero3_param_fetcher,         when gradients are reduced, and parameters gathered and
+    released_tensor_guards                               released
+    zero_init, sync_and_gather_params                    a model built shard by shard; full parameters of a sharded one
+    gradient_lifecycle                                   the protocol of a step's gradients, and their divisor
     finalize_model_grads, params_norm_and_zeros          the last reductions of a step; norms over all ranks
-    fixed_order_reduce, collective_order                 sums in one order for any number of ranks; a check of the
+    fixed_order_reduce, collective_order_check           sums in one order for any number of ranks; a check of the
                                                          order of collectives
 
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.

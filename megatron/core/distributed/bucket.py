@@ -31,17 +31,17 @@ Its parameters:
     stage 1, 2    start_gather() after the update, finish_gather() before the next use
     stage 3       start_gather(), finish_gather() before each use of a unit, release_params() after it
 
-A tensor whose memory is released, or is being written by a collective, has another class (`released_tensors.py`).
+A tensor whose memory is released, or is being written by a collective, has another class (`released_tensor_guards.py`).
 """
 
 from torch import Tensor, nn
 
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import memory_kind
-from megatron.core.distributed.collective_order import CollectiveOrderCheck
+from megatron.core.distributed.collective_order_check import CollectiveOrderCheck
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.distributed.param_grad_state import ParamGradSink
-from megatron.core.distributed.released_tensors import (
+from megatron.core.distributed.released_tensor_guards import (
     AllGatherPendingParameter,
     LazyZeroGradient,
     ReleasedGradient,

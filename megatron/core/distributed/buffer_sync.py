@@ -5,7 +5,8 @@
     end_step        after the last backward: one broadcast for all "copy" buffers, and one all-reduce for the others of
                     each rule and dtype; then `end_of_step` of each module that has one
 
-Each rule is `sharding/buffer_placement.py: BufferPlacement`. A chunk without persistent buffers communicates nothing.
+Each rule is `sharding/module_buffer_placement.py: BufferPlacement`. A chunk without persistent buffers communicates
+nothing.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.buffer_placement import PersistentBuffer, persistent_buffers
+from megatron.core.parallel.rank_grid import Axis
+from megatron.core.sharding.module_buffer_placement import PersistentBuffer, persistent_buffers
 
 
 class ChangesAtStepEnd(nn.Module):

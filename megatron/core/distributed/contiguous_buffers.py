@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_plan import BufferPlan, ParamRange, overlaps
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.offload_tiers import OffloadAllocator
+from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_writing
 from megatron.core.ops.main_grad_interface import set_grad_sink
 from megatron.core.parallel.mesh import GradAxes

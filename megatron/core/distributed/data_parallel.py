@@ -37,16 +37,16 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.buffer_plan import BucketSpec, ParamSpec, overlaps, plan_buffers
 from megatron.core.distributed.buffer_sync import BufferSync, ChangesAtStepEnd
-from megatron.core.distributed.collective_order import CollectiveOrderCheck
+from megatron.core.distributed.collective_order_check import CollectiveOrderCheck
 from megatron.core.distributed.comm_volume import BufferSizes
 from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_need_no_buffer
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fixed_order_reduce import ReduceInMicrobatchOrder
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import ParamGradSink, declared_num_grads, is_tied
-from megatron.core.distributed.zero import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
-from megatron.core.offload.offload_tiers import OffloadAllocator
+from megatron.core.distributed.zero_reduce_and_gather import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
+from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import (
@@ -57,10 +57,10 @@ from megatron.core.ops.main_grad_interface import (
     set_grad_sink,
 )
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import GradAxes, Mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import rows_to_flat_range
-from megatron.core.sharding.buffer_placement import Values, buffer_values
+from megatron.core.sharding.module_buffer_placement import Values, buffer_values
 from megatron.core.sharding.placement import Placement, partial_axes, partial_grads, placement_of
 
 

@@ -11,9 +11,9 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.contiguous_buffers import MemoryBuffer, ParamAndGradBuffer
 from megatron.core.distributed.param_grad_state import ParamGradSink
-from megatron.core.distributed.zero import GradReduce
+from megatron.core.distributed.zero_reduce_and_gather import GradReduce
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 class ReduceInMicrobatchOrder(GradReduce):

@@ -17,7 +17,7 @@ from megatron.core.ops.main_grad_interface import GradSink, grad_sink_of, main_g
 
 
 class GradReduceInterface:
-    """The methods of a ZeRO stage's gradient strategy that its sinks call (`zero.py: GradReduce`)."""
+    """The methods of a ZeRO stage's gradient strategy that its sinks call (`zero_reduce_and_gather.py: GradReduce`)."""
 
     def open(self, sink: "ParamGradSink", *, overwrites: bool = False) -> bool:
         """Prepare `main_grad` for a gradient. Returns True if the caller must overwrite it (`Bucket.open_grad`)."""
@@ -39,7 +39,7 @@ class ParamGradSink(GradSink):
     """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
 
     The parameter may have any shape. Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the
-    ZeRO stage (`zero.py`).
+    ZeRO stage (`zero_reduce_and_gather.py`).
 
     A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A sink
     whose first gradient came from a product in an earlier step therefore begins the next step unset:

@@ -26,7 +26,7 @@ Recomputation runs a forward inside a backward: its pre-hook gathers what is not
 Three things follow for modules. A unit must return a tensor of its own: its backward begins with the gradient of that
 tensor. A layer with a backward of its own must compute the gradient of its input before it reports the last gradient of
 its parameters: that report releases them (`bucket_done`). A parent must use its children's parameters through the
-children, or pass them to a module (otherwise `released_tensors.py` raises an error).
+children, or pass them to a module (otherwise `released_tensor_guards.py` raises an error).
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import param_grad_sink_of
-from megatron.core.distributed.zero import ParamGather
+from megatron.core.distributed.zero_reduce_and_gather import ParamGather
 from megatron.core.ops.aux_losses import aux_losses_in
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.dist_checkpointing.lost_buffers import note_of_lost_buffers
+from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 

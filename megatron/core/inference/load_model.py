@@ -7,21 +7,21 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
-from megatron.core.dist_checkpointing.format import BUFFER
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, FROZEN
-from megatron.core.dist_checkpointing.sharded_buffers import (
+from megatron.core.dist_checkpointing.manifest_format import BUFFER
+from megatron.core.dist_checkpointing.sharded_module_buffers import (
     buffers_of_model,
     make_absent_buffers,
     saved_buffer_shapes,
     sharded_buffers,
 )
+from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, FROZEN
 from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.attention.kernels import attention_function
 from megatron.core.ops.cpu_half_precision_matmul import MatmulModes, select_matmul_modes
-from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.mesh import Mesh, build_mesh
+from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems

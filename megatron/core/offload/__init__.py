@@ -2,7 +2,7 @@
 
 state_offload_config            the settings (no torch)
 offload_fraction                which elements are offloaded, in which slices (no torch)
-offload_tiers                   an `OffloadAllocator`: pinned memory, or a file
+host_and_file_stores            an `OffloadAllocator`: pinned memory, or a file
 checksummed_file                that file, with checksums
 offload_folder                  the folder of this rank that has it
 activation_offload              activations of a stage's layers in a store

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.offload.contiguous_activation_buffer import RecomputeInputSlots, as_flat, strides_like
-from megatron.core.offload.offload_tiers import HostOffloadStore, OffloadAllocator
+from megatron.core.offload.host_and_file_stores import HostOffloadStore, OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.parallel.accelerator import to_device
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import FlagConfig, Share, option
 from megatron.core.offload.checksummed_file import BLOCK
-from megatron.core.offload.offload_tiers import FileOffloadStore, HostOffloadStore, OffloadAllocator
+from megatron.core.offload.host_and_file_stores import FileOffloadStore, HostOffloadStore, OffloadAllocator
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ cpu_half_precision_matmul       matrix products in half precision on a CPU
 cblas_gemm_bf16bf16f32          a product of bfloat16 matrices added to a float32 sum on a CPU
 main_grad_interface             the memory in which weight gradients are accumulated
 deferred_wgrad                  weight gradients that a schedule computes later
-dropout, dropout_masks          masks by a counter, the same in any layout
+layout_invariant_dropout,       masks by a counter, the same in any layout
+dropout_masks
 fused_layer_ops, activations    elementwise work between two products of a layer
 region_formula_helpers          helpers of its formulas
 rotary_formulas                 the rotation of queries and keys
-rematerialize                   tensors that a backward recomputes instead of saving them
+recomputable_tensors            tensors that a backward recomputes instead of saving them
 shard_sequence                  a rank's part of a sequence
 tensor_hash                     hashes of a tensor's bits
 cross_entropy_kernels           the work of a cross entropy on the logits of each token

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 MatmulMode = Literal["native", "widened"]
 MATMUL_MODES: tuple[MatmulMode, ...] = ("native", "widened")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 
 

@@ -1,15 +1,15 @@
 """The optimizer: updates the parameters of this rank, element by element in flat buffers.
 
-    optimizer_registry, param_groups        OPTIMIZERS, settings; groups of parameters updated alike (no torch)
-    flat_optimizer, adam_and_sgd            the update of flat buffers; AdamW and SGD
-    full_matrix, muon_matrix_update         updates of full matrices
-    matrix_owners                           their division among ranks (no torch)
-    cpu_offloading/, split_master           state on the host or in files; masters in two halves
-    lr_schedule, loss_scaler                learning rate and weight decay by samples; float16's loss scale (no torch)
-    torch_optimizer_wrapper                 the update under torch's param_groups, for a script's own loop
-    param_group_schedule                    learning rates for such a loop
-    deepspeed_lr_schedules                  the same by DeepSpeed's names and formulas
-    megatron_optimizer, optimizer_config    Megatron's names over these
+    optimizer_registry, param_groups          OPTIMIZERS, settings; groups of parameters updated alike (no torch)
+    flat_optimizer, adam_and_sgd              the update of flat buffers; AdamW and SGD
+    gather_full_matrices, muon_matrix_update  updates of full matrices
+    matrix_owners                             their division among ranks (no torch)
+    cpu_offloading/, split_master             state on the host or in files; masters in two halves
+    lr_schedule, loss_scaler                  learning rate and weight decay by samples; float16's loss scale (no torch)
+    flat_optimizer_with_param_groups          the update under torch's param_groups, for a script's own loop
+    torch_style_lr_scheduler                  learning rates for such a loop
+    deepspeed_lr_schedules                    the same by DeepSpeed's names and formulas
+    megatron_optimizer, optimizer_config      Megatron's names over these
 
 To add an optimizer: an entry of OPTIMIZERS, also from a script.
 """

@@ -22,19 +22,19 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.buffer_plan import ParamRange, overlaps, runs
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
+from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.offload.offload_fraction import cut_by_fraction
-from megatron.core.offload.offload_tiers import OffloadAllocator
 from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
-from megatron.core.optimizer.full_matrix import ShardedMatrix, full_matrices_over_tp
+from megatron.core.optimizer.gather_full_matrices import ShardedMatrix, full_matrices_over_tp
 from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import rows_to_flat_range
 from megatron.core.sharding.placement import owned_pieces
 

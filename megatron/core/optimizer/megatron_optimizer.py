@@ -14,12 +14,12 @@ from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad
 from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer import optimizer_registry
-from megatron.core.optimizer.checkpoint_tensors import sharded_optimizer_state
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.flat_optimizer_with_param_groups import FlatOptimizerWithParamGroups, by_number
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer_config import NOT_BUILT, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
-from megatron.core.optimizer.torch_optimizer_wrapper import FlatOptimizerWithParamGroups, by_number
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_optimizer_state
 
 
 class MegatronOptimizer(FlatOptimizerWithParamGroups):

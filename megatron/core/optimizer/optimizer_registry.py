@@ -23,8 +23,8 @@ class UpdateRule:
 
     update: config -> `update_rules.Update`, which changes parameters in place.
     states: config -> names of the states per element, zeros at first; checkpoints use these names.
-    needs_full_matrix: the update needs whole tensors. It is passed a `full_matrix.ShardedMatrix` per parameter, and
-        requires ZeRO stage 0 or 1.
+    needs_full_matrix: the update needs whole tensors. It is passed a `gather_full_matrices.ShardedMatrix` per parameter,
+        and requires ZeRO stage 0 or 1.
     scales: the update multiplies gradients by the step's factor, as a fused kernel can; otherwise they are multiplied
         first.
     others: for an update of layers' matrices alone: config -> the optimizer of the other parameters.

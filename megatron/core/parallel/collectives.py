@@ -36,7 +36,7 @@ from torch.profiler import record_function
 
 from megatron.core.base import rank_status
 from megatron.core.base.async_handle import AsyncHandle, done
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 # ---------------------------------------------------------------- the ledger
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.output_streams import until_reader_ends
+from megatron.core.base.tolerate_broken_output import until_reader_ends
 from megatron.core.parallel.launcher_environment import DEFAULT_PORT
 
 Slots = dict[str, list[int]]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import Communicator, TorchGroup, as_peer_error
 from megatron.core.parallel.global_state import get_global_state, get_mesh, mesh_of_process, set_mesh_of_process
-from megatron.core.parallel.grid import AxisSizes
-from megatron.core.parallel.initialize_distributed import (
+from megatron.core.parallel.init_and_destroy_distributed import (
     launched,
     launched_rank,
     launched_world_size,
@@ -20,7 +19,8 @@ from megatron.core.parallel.initialize_distributed import (
 )
 from megatron.core.parallel.mesh import MakeGroup, Mesh, StageRanks, build_mesh
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
-from megatron.core.parallel.stage_map import StageMap, loop
+from megatron.core.parallel.rank_grid import AxisSizes
+from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 
 def initialize_model_parallel(

@@ -31,8 +31,8 @@ from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import Communicator, Ledger
-from megatron.core.parallel.grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
-from megatron.core.parallel.stage_map import StageMap, loop
+from megatron.core.parallel.rank_grid import ALONE, DATA_PARALLEL, EXPERT_DATA_PARALLEL, Axis, AxisSizes
+from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 
 @dataclass(frozen=True)

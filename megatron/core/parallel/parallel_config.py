@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, option
-from megatron.core.parallel.grid import ORDER, AxisSizes
+from megatron.core.parallel.rank_grid import ORDER, AxisSizes
 
 _UNEVEN_STAGES = (
     "decoder_first_pipeline_num_layers",

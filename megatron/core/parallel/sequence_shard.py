@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 
 Range = tuple[int, int]  # [start, stop)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from megatron.core.parallel.stage_map import StageMap as StageMap, loop as loop
+    from megatron.core.parallel.stage_to_rank import StageMap as StageMap, loop as loop
     from megatron.core.pipeline_parallel.layer_split import split_layers as split_layers
     from megatron.core.pipeline_parallel.schedule.actions import (
         Action as Action,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "megatron.core.parallel.stage_map": "StageMap loop",
+        "megatron.core.parallel.stage_to_rank": "StageMap loop",
         ".layer_split": "split_layers",
         ".schedule.registry": "SCHEDULES stage_map default_chunks",
         ".schedule.actions": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "

@@ -34,7 +34,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
 from megatron.core.ops.aux_losses import AuxLosses, AuxLossTotals, objective_of
 from megatron.core.ops.deferred_wgrad import WeightGradStore, Work
-from megatron.core.parallel.stage_map import StageMap
+from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, parse_loss_tuple, read_step
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import BEGIN_OF, DIRECTION_OF, partner

@@ -2,7 +2,7 @@
 
 from itertools import accumulate
 
-from megatron.core.parallel.stage_map import StageMap, loop
+from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 _FIRST = "--decoder-first-pipeline-num-layers"
 _LAST = "--decoder-last-pipeline-num-layers"

@@ -21,18 +21,18 @@ from torch import nn
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.datasets.counted_batches import CountsTokens
-from megatron.core.distributed.gradient_step import GradientStep
+from megatron.core.datasets.count_tokens_ahead import CountsTokens
+from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.aux_losses import AuxLossMeans, declared_aux_losses
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys, own_dropout_keys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys, own_dropout_keys
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.stage_map import loop
+from megatron.core.parallel.rank_grid import Axis
+from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss_func_results import LossTotals, keep_reports
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, forwards_over, stages_in

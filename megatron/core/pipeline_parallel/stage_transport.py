@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import AsyncHandle, all_of
-from megatron.core.base.error_reporting import sequence_parallel_hint
 from megatron.core.base.memory_category import memory_kind, set_memory_kind
+from megatron.core.base.user_error_or_bug import sequence_parallel_hint
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 @dataclass(frozen=True)

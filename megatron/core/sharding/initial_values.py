@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.sharding.placement import Constant, Normal, XavierUniform, pieces
 

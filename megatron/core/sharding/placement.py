@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.parallel.grid import DATA_PARALLEL, Axis
+from megatron.core.parallel.rank_grid import DATA_PARALLEL, Axis
 from megatron.core.sharding.boxes import Box, intersect, relative_to, whole
 
 

@@ -2,7 +2,7 @@
 
 No torch.
 
-file_layer       every file call of a save and of a load; `paths` tells a local path from the URL of an object store
+file_layer       every file call of a save and of a load; `path_or_url` tells a local path from a store's URL
 object_store     an object store by way of fsspec; `read_ahead` keeps several of its requests in flight
 atomic_file      written under a temporary name, synced, renamed
 file_lock        locks that the system releases when a process ends

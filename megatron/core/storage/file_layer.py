@@ -18,7 +18,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import Any, BinaryIO
 
 from megatron.core.storage.object_store import ObjectFiles
-from megatron.core.storage.paths import ObjectPath, Stat
+from megatron.core.storage.path_or_url import ObjectPath, Stat
 from megatron.core.storage.read_ahead import FileSpan, ReadAhead
 
 

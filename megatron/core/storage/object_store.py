@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron.core.storage.paths import ObjectPath, Stat
+from megatron.core.storage.path_or_url import ObjectPath, Stat
 from megatron.core.storage.read_ahead import ReadAhead
 
 PART = 32 << 20  # bytes; S3 allows 10,000 parts for an object, so 312 GiB of a rank's state

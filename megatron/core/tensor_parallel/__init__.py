@@ -1,7 +1,7 @@
 """Layers and losses split over the tensor-parallel axis.
 
     linear_layers, linear_autograd,           the split layers; the matrix product and the lookup with their backward
-    embedding_grad_accumulation
+    embedding_grad_in_buffer_dtype
     matmul_backend                            how products are computed: the interface of one's own
     autograd_collectives                      pairs of collectives: one in forward, its counterpart in backward
     cross_entropy, broadcast_batch            the loss of split logits; a batch read once a group

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 Collective = Callable[[Tensor, Axis], Tensor]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import to_device
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 class GeneratedBatch(dict):

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.base.error_reporting import sequence_parallel_hint
 from megatron.core.base.lazy_imports import lazy_names
+from megatron.core.base.user_error_or_bug import sequence_parallel_hint
 from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_mesh
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel.token_id_check import check_token_ids
 
 

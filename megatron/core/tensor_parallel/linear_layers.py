@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.initial_values import draw_parameter_seed, initialize_parameter
 from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
-from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
+from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_autograd import LinearFunction, TorchMatmul, linear
 from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 from megatron.core.tensor_parallel.token_id_check import check_token_ids

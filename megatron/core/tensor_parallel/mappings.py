@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_mesh
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.initialize_model_parallel import torch_group
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
 

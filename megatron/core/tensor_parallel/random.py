@@ -1,8 +1,8 @@
 """Named states of a device's random generator, for layers of scripts whose random numbers differ between ranks.
 
-Our layers need none: their masks follow from names and positions (`megatron.core.ops.dropout`). A layer that draws from
-torch's generator inside `tracker.fork(name)` draws from a state of its own, which a recomputation restores
-(`recomputed_with_states`). Megatron's functions follow, which ask the current mesh for tracker and ranks.
+Our layers need none: their masks follow from names and positions (`megatron.core.ops.layout_invariant_dropout`). A
+layer that draws from torch's generator inside `tracker.fork(name)` draws from a state of its own, which a recomputation
+restores (`recomputed_with_states`). Megatron's functions follow, which ask the current mesh for tracker and ranks.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_global_state, get_mesh, model_parallel_is_initialized
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel.saved_activations import SavedActivation
 
 

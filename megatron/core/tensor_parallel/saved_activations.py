@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.core.offload.activation_offload import InputSaver
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 def keep_clone(x: Tensor) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ slightly different ways:
 `SpecialTokens` is the result of one version. How text is cut is decided by tokenizer.json, which 4.57 follows, and by a
 few keys of tokenizer_config.json (do_lower_case, split_special_tokens, add_prefix_space and the like). 5.23 has rules
 of its own for a LlamaTokenizer (no space is put before a text that begins with one) and a GPT2Tokenizer, which are
-applied where that version was chosen (`huggingface_tokenizer`).
+applied where that version was chosen (`hf_tokenizer_json`).
 """
 
 import json

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.base.registry import Registry
-from megatron.core.tokenizers import bpe_wordpiece_tiktoken, huggingface_tokenizer, sentencepiece_tokenizer
+from megatron.core.tokenizers import bpe_wordpiece_tiktoken, hf_tokenizer_json, sentencepiece_tokenizer
 
 
 class Tokenizer(Protocol):
@@ -89,7 +89,7 @@ _TYPES = {
     "GPTSentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.gpt_sentence_piece_tokenizer, _MODEL),
     "Llama2Tokenizer": TokenizerType(sentencepiece_tokenizer.llama2_tokenizer, _MODEL),
     "HuggingFaceTokenizer": TokenizerType(
-        huggingface_tokenizer.huggingface_tokenizer, _MODEL, ("tokenizer_transformers_version",)
+        hf_tokenizer_json.huggingface_tokenizer, _MODEL, ("tokenizer_transformers_version",)
     ),
     "TikTokenizer": TokenizerType(bpe_wordpiece_tiktoken.tik_tokenizer, _MODEL, _TIKTOKEN),
     "NullTokenizer": TokenizerType(

@@ -5,7 +5,7 @@
     parallel_transformer, numbered_layers                 the block's classic name; its list of layers
     attention, cross_attention, dot_product_attention,    the parts of a layer
     mlp, norm, qk_norm, rotary_angles
-    recompute, compiled_layer, tiled_compute              ways to run a layer with less memory or time
+    recompute_in_backward, compiled_layer, tiled_compute  ways to run a layer with less memory or time
     transformer_config, spec_utils, module, ...           Megatron's names
 
 Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of

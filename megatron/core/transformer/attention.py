@@ -36,7 +36,7 @@ from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.module import of_process
 from megatron.core.transformer.qk_norm import make_qk_norms, qk_norm
-from megatron.core.transformer.recompute import recompute_in_backward
+from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 from megatron.core.transformer.spec_utils import build_module, get_module, is_custom_part
 from megatron.core.transformer.torch_norm import FusedLayerNorm
 

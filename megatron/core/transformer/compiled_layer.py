@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.compile.compiled_region import Compiled
-from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.dropout_masks import MaskWords, dropped
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.ops.region_formula_helpers import sum_over_rows, widen, widened_add_bias
 from megatron.core.tensor_parallel.linear_autograd import accumulate_or_defer_wgrad
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, TensorParallel

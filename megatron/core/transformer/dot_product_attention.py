@@ -8,8 +8,8 @@ from megatron.core.context_parallel.cp_attention import AttentionInputs
 from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback
 from megatron.core.ops.attention.masks import Mask, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.dropout import AttentionDropout
-from megatron.core.parallel.grid import ALONE
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.placement import Normal, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
 from megatron.core.transformer.layer_build_context import LayerContext

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.cp_attention import ContextParallel
 from megatron.core.context_parallel.cp_prefill_cache import PromptShardedCache
-from megatron.core.offload.offload_tiers import OffloadAllocator
+from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.ops.aux_losses import AuxLosses
-from megatron.core.ops.dropout import HiddenDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import positions_of
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.dist_checkpointing.format import BUFFER
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.dist_checkpointing.sharded_buffers import BufferInModel, sharded_buffers
+from megatron.core.dist_checkpointing.manifest_format import BUFFER
+from megatron.core.dist_checkpointing.sharded_module_buffers import BufferInModel, sharded_buffers
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.buffer_placement import BufferPlacement, persistent_buffers
+from megatron.core.sharding.module_buffer_placement import BufferPlacement, persistent_buffers
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_config import model_config

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.region_formula_helpers import widen
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import TensorParallel

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.dropout import SampleDropoutKeys
-from megatron.core.transformer.recompute import recompute_in_backward
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 
 
 def run_tiled(run: Callable[..., Tensor], tiles: int, keys: SampleDropoutKeys, *inputs: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.numbered_layers import NumberedLayers
-from megatron.core.transformer.recompute import recompute_in_backward
+from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 from megatron.core.transformer.rotary_angles import angles_of_ropes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, context_arguments, get_module
 from megatron.core.transformer.transformer_layer import (

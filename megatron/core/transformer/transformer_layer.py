@@ -20,8 +20,8 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
 from megatron.core.ops.attention.masks import Documents, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.dropout import HiddenDropout
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
@@ -35,7 +35,7 @@ from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.norm import Norm, make_norm
-from megatron.core.transformer.recompute import discard_and_recompute, recompute_in_backward
+from megatron.core.transformer.recompute_in_backward import discard_and_recompute, recompute_in_backward
 from megatron.core.transformer.spec_utils import ContextSpec, build_module, build_part, is_custom_part
 
 

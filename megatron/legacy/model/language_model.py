@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.parallel.initialize_distributed import join_alone
+from megatron.core.parallel.init_and_destroy_distributed import join_alone
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_config import model_config
 from megatron.training.global_vars import get_runtime

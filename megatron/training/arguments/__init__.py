@@ -6,7 +6,8 @@ Here are a dataclass for each component, the rules between them, Megatron's flag
     config, *_config                   the dataclasses whose fields are the flags
     validation                         rules between components; all problems are found before a process group exists
     ignored_and_refused_flags          Megatron's other flags
-    script_flags, unused_settings      the script's own flags; those without effect
+    record_script_flags,               the script's own flags; those without effect
+    unused_settings
     args_namespace                     `args` as Megatron's scripts read it
     checkpoint_args                    settings taken from a checkpoint
     hf_config, yaml_arguments          settings taken from a config.json, from a YAML file

@@ -24,9 +24,9 @@ from megatron.core.base.dataclass_flags import (
     option_fields,
 )
 from megatron.core.dist_checkpointing.checkpoint_folder import find, read_manifest
-from megatron.core.dist_checkpointing.format import MANIFEST, CheckpointError, parse_manifest
+from megatron.core.dist_checkpointing.manifest_format import MANIFEST, CheckpointError, parse_manifest
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.checkpoint_to_load import where_to_start

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.checkpoint_folder import (
     saved_iterations,
 )
 from megatron.core.dist_checkpointing.commit import is_ours
-from megatron.core.dist_checkpointing.format import (
+from megatron.core.dist_checkpointing.manifest_format import (
     LATEST,
     MANIFEST,
     CheckpointError,
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.format import (
     parse_manifest,
 )
 from megatron.core.storage.file_layer import backend_of, exists, is_file, is_folder
-from megatron.core.storage.paths import is_url, path_of, same_folder
+from megatron.core.storage.path_or_url import is_url, path_of, same_folder
 from megatron.training.arguments.config import CheckpointConfig
 
 

@@ -37,7 +37,7 @@ from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.arguments.help import add_help_flags, flag_groups, meaning_of_shorthand
 from megatron.training.arguments.hf_config import taken_from_hf_config
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
-from megatron.training.arguments.script_flags import script_flag_values
+from megatron.training.arguments.record_script_flags import script_flag_values
 from megatron.training.arguments.yaml_arguments import YAML_FLAG, read_yaml
 
 

@@ -26,17 +26,17 @@ from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.accelerator import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.parallel.stage_map import StageMap
+from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.schedule.registry import default_chunks, stage_map
-from megatron.core.storage.paths import is_url
+from megatron.core.storage.path_or_url import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.arguments.hf_export_config import HFConfig
 from megatron.training.arguments.monitor_config import LogConfig, ProfileConfig, TensorBoardConfig
-from megatron.training.arguments.rerun_config import GuardConfig
-from megatron.training.arguments.script_flags import OwnFlags
+from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
+from megatron.training.arguments.record_script_flags import OwnFlags
 from megatron.training.arguments.signal_names import read_signal
 from megatron.training.arguments.unused_settings import unread_flags
 

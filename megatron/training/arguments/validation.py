@@ -6,13 +6,13 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, option_fields
-from megatron.core.base.error_reporting import is_user_error
-from megatron.core.dist_checkpointing.format import iteration_of
+from megatron.core.base.user_error_or_bug import is_user_error
+from megatron.core.dist_checkpointing.manifest_format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
-from megatron.core.storage.paths import is_direct_parent, is_url, path_of, same_folder
-from megatron.core.transformer.context_parallel_rules import context_parallel_problems
+from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
+from megatron.core.transformer.check_context_parallel_settings import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.arguments.monitor_config import watch_problems

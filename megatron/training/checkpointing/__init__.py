@@ -1,15 +1,17 @@
 """Saving, loading and resuming a run.
 
-save_and_load                               a run on disk: tensors as boxes, everything else as JSON
-save_manager, hf_export                     what a run writes, and when; Hugging Face folders
-non_persistent_checkpoint                   copies for restarts, on the nodes' own disks or a shared one
-load_with_fallback                          the newest undamaged checkpoint
-compatibility, registry_compatibility       whether a checkpoint fits this run
-tokenizer_compatibility, unsaved_buffers    whether its tokenizer does; buffers that it lacks
-train_state                                 the position of the run
-hf_origin                                   the folder from which its model was made
-model_name                                  the model's name
-save_folder                                 the lock on --save
+save_and_load                           a run on disk: tensors as boxes, everything else as JSON
+save_manager, hf_export                 what a run writes, and when; Hugging Face folders
+non_persistent_checkpoint               copies for restarts, on the nodes' own disks or a shared one
+load_with_fallback                      the newest undamaged checkpoint
+check_same_model_and_optimizer,         whether a checkpoint fits this run
+registry_compatibility
+tokenizer_check_and_embedding_resize    whether its tokenizer does
+module_buffers                          the buffers of the model's modules
+train_state                             the position of the run
+hf_origin                               the folder from which its model was made
+model_name                              the model's name
+save_folder                             the lock on --save
 """
 
 from megatron.core.base.lazy_imports import names_of_megatron

@@ -20,7 +20,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import Box, slices
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.global_vars import print_rank_0
 

@@ -14,18 +14,24 @@ from pathlib import Path
 
 import torch
 
-from megatron.convert.export_distributed import gather_tensor_records, write_hf_folder_from_ranks
-from megatron.convert.export_plan import plan_folder
-from megatron.convert.formats.read_hf_folder import has_hf_config
+from megatron.convert.formats.read_hf_config_and_headers import has_hf_config
+from megatron.convert.gather_ranks_to_hf_folder import gather_tensor_records, write_hf_folder_from_ranks
+from megatron.convert.plan_hf_folder import plan_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
-from megatron.core.dist_checkpointing.format import PARTIAL, REPLACED, CheckpointError, folder_name, iteration_of
+from megatron.core.dist_checkpointing.manifest_format import (
+    PARTIAL,
+    REPLACED,
+    CheckpointError,
+    folder_name,
+    iteration_of,
+)
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.optimizer.checkpoint_tensors import sharded_model_state
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState

@@ -11,11 +11,11 @@ from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, open_checkpoint
 from megatron.core.dist_checkpointing.commit import set_aside_damaged
-from megatron.core.dist_checkpointing.format import DAMAGED, MANIFEST, CheckpointError, folder_name
+from megatron.core.dist_checkpointing.manifest_format import DAMAGED, MANIFEST, CheckpointError, folder_name
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.storage import file_layer
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.checkpoint_to_load import Start
 from megatron.training.global_vars import print_rank_0
 

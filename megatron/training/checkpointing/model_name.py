@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core import models
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:

@@ -6,7 +6,7 @@
     at a load       other buffers than the model's are refused by name. A checkpoint from before buffers were saved has no
                     "buffers": a WARNING names those that start at their initial values
 
-`sharding/buffer_placement.py` says how a buffer is sharded, and how its copies agree.
+`sharding/module_buffer_placement.py` says how a buffer is sharded, and how its copies agree.
 """
 
 import hashlib
@@ -21,19 +21,19 @@ from torch.utils._pytree import tree_flatten
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, first_names, lost_buffers
-from megatron.core.dist_checkpointing.sharded_buffers import (
+from megatron.core.dist_checkpointing.sharded_module_buffers import (
     buffers_of_model,
     copy_buffers_to_later_stages,
     make_absent_buffers,
     saved_buffer_shapes,
     sharded_buffers,
 )
+from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, first_names, lost_buffers
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.global_vars import print_rank_0
 

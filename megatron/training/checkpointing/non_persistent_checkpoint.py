@@ -29,12 +29,12 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
-from megatron.core.dist_checkpointing.format import DAMAGED, PARTIAL, show_box
+from megatron.core.dist_checkpointing.manifest_format import DAMAGED, PARTIAL, show_box
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage import file_layer
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.global_vars import print_rank_0

@@ -21,20 +21,24 @@ import torch
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, save_checkpoint as write_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
-from megatron.core.dist_checkpointing.lost_buffers import BUFFERS, FROZEN, LOST_BUFFERS
 from megatron.core.dist_checkpointing.retention import delete_older
+from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, FROZEN, LOST_BUFFERS
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops import cpu_half_precision_matmul as matmul, dropout_masks
-from megatron.core.optimizer.checkpoint_tensors import sharded_model_state, sharded_optimizer_state
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state, sharded_optimizer_state
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import size_of
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpointing import compatibility, non_persistent_checkpoint, tokenizer_compatibility
+from megatron.training.checkpointing import (
+    check_same_model_and_optimizer,
+    non_persistent_checkpoint,
+    tokenizer_check_and_embedding_resize,
+)
 from megatron.training.checkpointing.frozen_weights import frozen_names, frozen_state, load_base
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
@@ -244,7 +248,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
         print_rank_0(f"WARNING: {start.warning}")
 
     def load_one(checkpoint: Checkpoint) -> Loaded:
-        with compatibility.naming_source(f"{start.flag} {start.root}"):
+        with check_same_model_and_optimizer.naming_source(f"{start.flag} {start.root}"):
             return _load_checkpoint(runtime, chunks, optimizer, checkpoint, start)
 
     owns_root = config.load is not None and loads_what_it_saves(config)
@@ -280,7 +284,7 @@ def _load_local_checkpoint(
     source = f"{local_start.flag} {local_start.root}"
     with (
         non_persistent_checkpoint.falling_back(pointer, instead, world, device, can_fall_back=start is not None),
-        compatibility.naming_source(source),
+        check_same_model_and_optimizer.naming_source(source),
     ):
         loaded = _load_checkpoint(runtime, chunks, optimizer, checkpoint, local_start)
     return loaded
@@ -303,11 +307,15 @@ def _load_checkpoint(
         print_rank_0(f"WARNING: {checkpoint.warning}")
 
     # refuse another model, another tokenizer
-    compatibility.check_state(checkpoint.state, checkpoint.iteration, source)
+    check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
     name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
-    compatibility.check_same_model(runtime, checkpoint.state, name, source, resumes=resumes, resizes=resizes)
+    check_same_model_and_optimizer.check_same_model(
+        runtime, checkpoint.state, name, source, resumes=resumes, resizes=resizes
+    )
     warn_of_lost_buffers(checkpoint.state, source)
-    is_other_tokenizer = tokenizer_compatibility.is_allowed_tokenizer_change(runtime, checkpoint.state, source)
+    is_other_tokenizer = tokenizer_check_and_embedding_resize.is_allowed_tokenizer_change(
+        runtime, checkpoint.state, source
+    )
 
     # refuse other parameters and other optimizer state
     parameters = sharded_model_state(chunks, mesh)
@@ -317,14 +325,14 @@ def _load_checkpoint(
         parameters = {name: tensor for name, tensor in parameters.items() if name not in of_base}
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
-        checkpoint = compatibility.with_current_names(parameters, checkpoint, world, device)
-        compatibility.refuse_unexpected_parameters(parameters, checkpoint, world, device)
-        compatibility.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
-        absent = compatibility.absent_parameters(
+        checkpoint = check_same_model_and_optimizer.with_current_names(parameters, checkpoint, world, device)
+        check_same_model_and_optimizer.refuse_unexpected_parameters(parameters, checkpoint, world, device)
+        check_same_model_and_optimizer.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
+        absent = check_same_model_and_optimizer.absent_parameters(
             runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
         )
     if load_optimizer:
-        compatibility.check_same_optimizer(runtime, checkpoint.state)
+        check_same_model_and_optimizer.check_same_optimizer(runtime, checkpoint.state)
 
     # leave out parameters that keep their initial values; their masters have been made of these values
     optimizer_state = sharded_optimizer_state(optimizer, mesh)
@@ -334,9 +342,11 @@ def _load_checkpoint(
             name: tensor for name, tensor in optimizer_state.items() if name.replace(_MASTER, _MODEL, 1) not in absent
         }
     if resizes:
-        rows = tokenizer_compatibility.reused_rows(runtime, checkpoint, source)
-        parameters = tokenizer_compatibility.with_reused_rows_only(parameters, rows, checkpoint)
-        optimizer_state = tokenizer_compatibility.with_reused_rows_only(optimizer_state, rows, checkpoint, _MASTER)
+        rows = tokenizer_check_and_embedding_resize.reused_rows(runtime, checkpoint, source)
+        parameters = tokenizer_check_and_embedding_resize.with_reused_rows_only(parameters, rows, checkpoint)
+        optimizer_state = tokenizer_check_and_embedding_resize.with_reused_rows_only(
+            optimizer_state, rows, checkpoint, _MASTER
+        )
 
     # read
     load_buffers(chunks, mesh, checkpoint, source, device)
@@ -351,7 +361,7 @@ def _load_checkpoint(
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
     what = "checkpoint" if load_optimizer else "weights"
     print_rank_0(f"loaded {what} of iteration {checkpoint.iteration} from {start.root}")
-    compatibility.print_changed_settings(runtime, checkpoint.state, resumes=resumes)
+    check_same_model_and_optimizer.print_changed_settings(runtime, checkpoint.state, resumes=resumes)
 
     # the position of the run
     origin = provenance_of_run(runtime, checkpoint, source, is_other_tokenizer=is_other_tokenizer or resizes)

@@ -11,12 +11,12 @@ import torch
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folder import newest_iteration
 from megatron.core.dist_checkpointing.commit import try_clear_leftovers
-from megatron.core.dist_checkpointing.format import LATEST, PARTIAL, folder_name
+from megatron.core.dist_checkpointing.manifest_format import LATEST, PARTIAL, folder_name
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_lock import locked
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing.hf_export import clean_up_killed_export, refuse_foreign_files

@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.core.base import rank_status
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, AsyncSaveResult
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.training.arguments.config import TrainingConfig
 
 WARNING = signal.SIGUSR1  # of SLURM's --signal and other schedulers, minutes before they end the job
@@ -111,7 +111,7 @@ def _remember(number: int, frame: FrameType | None) -> None:
 def _say(number: int, frame: FrameType | None) -> None:
     name = signal.Signals(number).name
     text = f"{name}: this job's time may be nearly up. The run goes on; --exit-signal-handler would save and stop now\n"
-    output_streams.write_to_stderr_or_stdout(text)
+    tolerate_broken_output.write_to_stderr_or_stdout(text)
 
 
 _note: Callable[[int, FrameType | None], None] = _remember

@@ -4,9 +4,9 @@
     other ranks   their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
 A killed process leaves nothing in the store: the others know its rank, host and process from their connection to it
-(`core/parallel/tcp_liveness.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them reports
-it. Messages also go to torchrun's error file. torchrun shows the file of the rank that ended first, so the other ranks
-repeat the first error there.
+(`core/parallel/detect_lost_ranks.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them
+reports it. Messages also go to torchrun's error file. torchrun shows the file of the rank that ended first, so the other
+ranks repeat the first error there.
 
 Under NCCL a collective does not fail when a peer is gone: its kernel waits until the timeout. There each rank has a
 thread that watches the store (`Listener`), and the process exits without closing its groups, which would wait for
@@ -24,15 +24,15 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from megatron.core import parallel_state
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.error_reporting import write_error_file
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.base.user_error_or_bug import write_error_file
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.offload.checksummed_file import OffloadError
 from megatron.core.parallel.collectives import PeerError
-from megatron.training.fault_tolerance import hang_watch, keyboard_interrupt
+from megatron.training.fault_tolerance import exit_on_ctrl_c, hang_watch
 from megatron.training.memory.oom_advice import OutOfMemory
-from megatron.training.rerun.base_check import WrongNumbersError
+from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.step import NotFiniteError
 
 # Keys of the job's store.
@@ -64,7 +64,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     """
     rank = parallel_state.launched_rank()
     store = parallel_state.job_store()
-    code = exit_code_of_failed_run(error) if farewell is None else keyboard_interrupt.CODE
+    code = exit_code_of_failed_run(error) if farewell is None else exit_on_ctrl_c.CODE
     is_own_error = farewell is not None or not isinstance(error, PeerError)
     message = farewell or f"rank {rank} failed:{message_or_traceback(error)}"
     if is_own_error and _claim_report(store):
@@ -103,7 +103,7 @@ def exit_code_of_failed_run(error: BaseException) -> int:
 def _code_after(failed: str) -> int:
     """Return the exit code of a rank that stops because another failed. failed: the value of `_FAILED`."""
     if failed.endswith(_INTERRUPTED):
-        return keyboard_interrupt.CODE
+        return exit_on_ctrl_c.CODE
     return WRONG_NUMBERS if failed.endswith(_IS_WRONG) else 1
 
 
@@ -143,7 +143,7 @@ def _end_without_closing(code: int) -> NoReturn:
     """
     parallel_state.say_goodbye()
     hang_watch.stop_watching()
-    output_streams.flush()
+    tolerate_broken_output.flush()
     if parallel_state.launched_rank() == 0:
         time.sleep(2 * _LISTENS_EVERY)
     os._exit(code)
@@ -235,7 +235,7 @@ def _print_and_record(text: str, *, follows: bool = False, more: Callable[[], st
 
     follows: another rank failed first.
     """
-    output_streams.print_stderr(text.rstrip())
+    tolerate_broken_output.print_stderr(text.rstrip())
     write_error_file(text + more(), follows=follows)
 
 

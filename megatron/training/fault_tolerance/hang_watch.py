@@ -5,7 +5,7 @@ Each rank has a watcher.
     main thread      writes its status: phase, iteration, last call on each axis (`core/base/rank_status.py`)
     watcher thread   sees that its main thread makes no progress for --hang-timeout times the median step. The first one
                      to see it looks at all ranks of the machine from outside: statuses, processes, and then stacks
-    diagnosis        `hang_diagnosis.py` says who hangs, or that no rank does (a slow save, a rank that went on since)
+    diagnosis        `find_hung_rank.py` says who hangs, or that no rank does (a slow save, a rank that went on since)
     end              every rank that answers prints its line and exits with `HUNG`; ranks that hang are killed
 
 Nothing that is looked at needs the watched rank to answer: statuses are files in memory, a process's state comes from
@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.base import output_streams, rank_status
-from megatron.core.base.error_reporting import write_error_file
+from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.rank_status import RankStatus, read_status
+from megatron.core.base.user_error_or_bug import write_error_file
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch_folder
-from megatron.training.fault_tolerance.hang_diagnosis import (
+from megatron.training.fault_tolerance.find_hung_rank import (
     Diagnosis,
     RankSnapshot,
     diagnose,
@@ -52,7 +52,7 @@ _SHARE_OF_TIMEOUT = 0.9  # of --distributed-timeout-minutes, after which the bac
 
 
 def _end_process(code: int) -> None:
-    output_streams.flush()
+    tolerate_broken_output.flush()
     os._exit(code)
 
 
@@ -248,7 +248,7 @@ class HangWatch:
             if seconds < max(self._floor, _SECONDS_BETWEEN_REPORTS):
                 return
         last_report.touch()
-        output_streams.print_stderr(f"rank {self._rank} waits: {diagnosis.headline}")
+        tolerate_broken_output.print_stderr(f"rank {self._rank} waits: {diagnosis.headline}")
 
     def _stack_of(self, status: RankStatus) -> str:
         """Return the stacks that the process writes on request, within half a second."""
@@ -267,7 +267,7 @@ class HangWatch:
 
     def _announce(self, diagnosis: Diagnosis, report: str, ranks: list[RankSnapshot]) -> None:
         """Print the report, tell the other ranks, kill those that do not answer, and exit."""
-        output_streams.print_stderr(report)
+        tolerate_broken_output.print_stderr(report)
         write_error_file(report)
 
         # write the diagnosis for the other ranks
@@ -277,7 +277,7 @@ class HangWatch:
             partial.write_text(json.dumps(content))
             partial.replace(self._folder / "verdict")
         except OSError as error:  # the others notice that this rank has ended
-            output_streams.report_lost_output(str(partial), error)
+            tolerate_broken_output.report_lost_output(str(partial), error)
             self._exit()
             return
 
@@ -295,7 +295,7 @@ class HangWatch:
             if kill(rank.status.pid, rank.status.started):
                 killed.append(rank)
         for rank in killed:
-            output_streams.print_stderr(f"killed {rank.name}, which does not answer")
+            tolerate_broken_output.print_stderr(f"killed {rank.name}, which does not answer")
         # The last rank to leave removes only the files of dead processes.
         wait_for_ends([(rank.status.pid, rank.status.started) for rank in killed])
 
@@ -308,7 +308,7 @@ class HangWatch:
     def _follow_diagnosis(self) -> None:
         """Print why the job ends, tell the examining rank that the diagnosis is read, and exit."""
         content = json.loads((self._folder / "verdict").read_text())
-        output_streams.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
+        tolerate_broken_output.print_stderr(f"rank {self._rank}: stopping, because {content['headline']}")
         write_error_file(content["account"], follows=True)
         with contextlib.suppress(OSError):
             self._path("seen").touch()
@@ -373,7 +373,7 @@ def watching(rank: int, ranks: int) -> Iterator[None]:
     try:
         _watch_of_process = HangWatch(folder, rank, ranks, HangConfig())
     except OSError as error:
-        output_streams.report_lost_output(f"{folder}, by which the run finds a rank that hangs,", error)
+        tolerate_broken_output.report_lost_output(f"{folder}, by which the run finds a rank that hangs,", error)
     try:
         yield
     finally:

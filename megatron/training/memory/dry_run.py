@@ -25,11 +25,11 @@ from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
 from megatron.core.offload.checksummed_file import BLOCK
+from megatron.core.offload.host_and_file_stores import FileTensor
 from megatron.core.offload.offload_fraction import SLICE, SLICES_IN_FLIGHT
-from megatron.core.offload.offload_tiers import FileTensor
 from megatron.core.offload.stored_tensor import Stored
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.accelerator import Device
@@ -40,11 +40,17 @@ from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
 from megatron.core.timers import Timers
 from megatron.training.arguments.config import Config
+from megatron.training.build_model_and_optimizer import (
+    ModelProvider,
+    build_optimizer,
+    build_pipeline,
+    make_chunks,
+    wrap_in_ddp,
+)
 from megatron.training.global_vars import Runtime, acting_as
 from megatron.training.memory.bytes_by_tier import Element
-from megatron.training.memory.memory_tracker import MemoryTracker
-from megatron.training.memory.shapes_only import META, DoneWork, FakeGroup, ShapesOnly
-from megatron.training.model_chunks import ModelProvider, build_optimizer, build_pipeline, make_chunks, wrap_in_ddp
+from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup, ShapesOnly
+from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.step import train_step
 
 PASSING = ("gradients", "activations", "communication", "slices")  # kinds of memory that an action may change

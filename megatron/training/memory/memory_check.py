@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.offload.offload_tiers import FileOffloadStore
+from megatron.core.offload.host_and_file_stores import FileOffloadStore
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -20,7 +20,7 @@ from megatron.core.sharding.boxes import size_of
 from megatron.core.sharding.placement import pieces
 from megatron.training.global_vars import Runtime, print_rank_0
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier
-from megatron.training.memory.host_memory import free_below_rlimit_data, free_on_machine
+from megatron.training.memory.free_host_memory import free_below_rlimit_data, free_on_machine
 from megatron.training.memory.memory_advice import capacity_warning, flags_that_reduce
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, STATE, Forecast
 

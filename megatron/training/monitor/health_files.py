@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.storage.atomic_file import is_special
 
 _EVERY = 1.0  # seconds between two writes
@@ -56,7 +56,7 @@ class HealthFiles:
         self._computed_samples = 0
         for path in list(self._files):
             if is_special(path):
-                output_streams.report_lost_output(str(path), "it is not a regular file")
+                tolerate_broken_output.report_lost_output(str(path), "it is not a regular file")
                 del self._files[path]
             else:
                 _remove_partial(path)
@@ -110,7 +110,7 @@ class HealthFiles:
             except OSError as error:
                 with contextlib.suppress(OSError):  # a full disk leaves an empty file
                     partial.unlink()
-                output_streams.report_lost_output(str(path), error)
+                tolerate_broken_output.report_lost_output(str(path), error)
 
 
 def _remove_partial(path: Path) -> None:

@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad, params_norm
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.pipeline_parallel.schedules import Pipeline
-from megatron.core.storage.paths import path_of
+from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.monitor_config import can_write_tensorboard
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_last
@@ -225,7 +225,7 @@ class Monitor:
             with (path_of(self.config.checkpoint.save) / "progress.txt").open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
-            output_streams.report_lost_output("progress.txt", error)
+            tolerate_broken_output.report_lost_output("progress.txt", error)
 
     def close(self) -> None:
         """Flush and close every output. Any rank may call, at any time."""
@@ -236,14 +236,14 @@ class Monitor:
             try:
                 writer.close()
             except WriterError as error:
-                output_streams.report_lost_output(error.writer, error.why)
+                tolerate_broken_output.report_lost_output(error.writer, error.why)
 
     def _tell_of_losses(self) -> None:
         """Tell the outputs that still work which others were lost since the last call.
 
         If one of them fails while it is told, the next call tells the rest of that.
         """
-        new_losses = output_streams.losses[self._losses_told :]
+        new_losses = tolerate_broken_output.losses[self._losses_told :]
         self._losses_told += len(new_losses)
         for loss in new_losses:
             self._beacon.lost(str(loss))
@@ -259,7 +259,7 @@ class Monitor:
             try:
                 writer.write(record)
             except WriterError as error:
-                output_streams.report_lost_output(error.writer, error.why)
+                tolerate_broken_output.report_lost_output(error.writer, error.why)
 
     def _curve_values(self, step: StepNumbers, losses: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of a step's curves, by name."""

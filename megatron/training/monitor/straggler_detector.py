@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.base import rank_status
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 
 class StragglerDetector:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.monitor_config import ProfileConfig
@@ -78,10 +78,10 @@ class StepProfiler:
             path.unlink(missing_ok=True)  # if writing fails, the file of an earlier run must not look like this one's
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # torch's own error where the file cannot be opened
-            output_streams.report_lost_output(f"the profile {path}", error)
+            tolerate_broken_output.report_lost_output(f"the profile {path}", error)
             return
         if not _is_complete(path):
-            output_streams.report_lost_output(
+            tolerate_broken_output.report_lost_output(
                 f"the profile {path}", "torch has not written it whole: the disk may be full"
             )
             return
@@ -114,4 +114,4 @@ class MemoryHistory:
             self.path.absolute().parent.mkdir(parents=True, exist_ok=True)
             self._device.save_memory_history(str(self.path))
         except (OSError, RuntimeError) as error:
-            output_streams.report_lost_output(f"--memory-snapshot-path {self.path}", error)
+            tolerate_broken_output.report_lost_output(f"--memory-snapshot-path {self.path}", error)

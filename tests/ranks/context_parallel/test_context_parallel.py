@@ -16,10 +16,10 @@ from tiny_run import LLAMA, SEQ, assert_equal, run
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
 from megatron.core.ops.attention.kernels import unfused_attention
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 
 
 @pytest.mark.parametrize("case", covering_cases(2, NEW), ids=str)
@@ -81,7 +81,7 @@ def test_a_layer_sends_what_the_formula_says(kind: str):
 
 
 def test_the_next_hop_begins_before_the_block_beside_it(monkeypatch: pytest.MonkeyPatch):
-    from megatron.core.context_parallel.ring_attention import Ring
+    from megatron.core.context_parallel.ring_and_allgather_attention import Ring
 
     def work(mesh: Mesh) -> list[str]:
         said: list[str] = []

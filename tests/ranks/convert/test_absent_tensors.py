@@ -19,7 +19,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
-from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
+from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel

@@ -14,7 +14,7 @@ import pytest
 from cases import read_tensors, write_folders
 from whole_run import run
 
-from megatron.convert import strided_checkpoint
+from megatron.convert import strided_reads_of_foreign_files
 from megatron.convert.formats.safetensors_header import header_of
 from megatron.core.dist_checkpointing import save_sharded
 from tools import checkpoint_convert
@@ -93,7 +93,7 @@ def write_llama(folder: Path, hidden: int, layers: int) -> None:
 
 
 def measure(folder: Path) -> None:
-    os.fsync, save_sharded._CHUNK, strided_checkpoint._MOST_AT_ONCE = (lambda handle: None), MIB, MIB
+    os.fsync, save_sharded._CHUNK, strided_reads_of_foreign_files._MOST_AT_ONCE = (lambda handle: None), MIB, MIB
     grown(folder, "tiny")  # the code itself is memory too
     there, back = grown(folder, "hf")
     assert there < MARGIN, f"folder to checkpoint: {there / MIB:.1f} MiB"

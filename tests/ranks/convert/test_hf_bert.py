@@ -12,11 +12,11 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.convert import open_foreign
-from megatron.convert.export_checkpoint import write_hf_folder
-from megatron.convert.export_plan import to_hf_tensors
+from megatron.convert.export_checkpoint_to_hf import write_hf_folder
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.read_hf_folder import read_json
-from megatron.convert.hf_reader import head_counts_of, param_mappings
+from megatron.convert.formats.read_hf_config_and_headers import read_json
+from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.plan_hf_folder import to_hf_tensors
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel

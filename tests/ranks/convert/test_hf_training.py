@@ -12,10 +12,10 @@ from local_ranks import run_ranks
 from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 
 from megatron.convert import open_any, open_foreign
-from megatron.convert.export_checkpoint import write_hf_folder
+from megatron.convert.export_checkpoint_to_hf import write_hf_folder
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.read_hf_folder import read_json
-from megatron.convert.hf_reader import param_mappings
+from megatron.convert.formats.read_hf_config_and_headers import read_json
+from megatron.convert.open_hf_folder import param_mappings
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.models.gpt.gpt_stage import GPTModel

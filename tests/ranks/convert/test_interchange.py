@@ -11,14 +11,14 @@ from local_ranks import run_ranks
 from whole_run import run
 
 from megatron.convert import open_foreign
-from megatron.convert.export_checkpoint import write_hf_folder
-from megatron.convert.export_plan import to_hf_tensors
+from megatron.convert.export_checkpoint_to_hf import write_hf_folder
 from megatron.convert.families.config_json import family_of
-from megatron.convert.hf_reader import head_counts_of, param_mappings
+from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.plan_hf_folder import to_hf_tensors
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor, save_checkpoint
 from megatron.core.inference.load_model import load_gpt, single_rank_mesh
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.model_config import ModelConfig

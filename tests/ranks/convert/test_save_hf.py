@@ -21,7 +21,7 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.convert import export_distributed, is_foreign, open_foreign
+from megatron.convert import gather_ranks_to_hf_folder, is_foreign, open_foreign
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, open_checkpoint
 from megatron.core.inference.load_model import load_gpt
@@ -71,7 +71,7 @@ def converted(root: Path, out: Path, *more: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_write_the_bytes_of_one_process(layout: str, tmp_path: Path, monkeypatch):
     """In files of two kilobytes, and parts of 512 bytes at a time."""
-    monkeypatch.setattr(export_distributed, "_ROW_BLOCK_BYTES", 512)
+    monkeypatch.setattr(gather_ranks_to_hf_folder, "_ROW_BLOCK_BYTES", 512)
     sizes, flags = LAYOUTS[layout]
     folders = f" --save {tmp_path}/own --save-interval 1 --save-hf {tmp_path}/hf --save-hf-interval 1 --save-hf-max-shard-size 2KB"
     run_ranks(sizes, partial(train, flags=SMALL + flags.format(tmp=tmp_path) + folders))
@@ -190,7 +190,7 @@ def test_a_kill_in_an_export_leaves_nothing_that_looks_whole_and_the_same_comman
     flags = f"--save {tmp_path}/own --load {tmp_path}/own --save-hf {tmp_path}/hf --save-hf-max-shard-size 1KB --train-iters 1"
     for name, count in (("write_weights_file", 2), ("write_config_and_aux_files", 1)):
         with monkeypatch.context() as patched:
-            patched.setattr(export_distributed, name, dying(getattr(export_distributed, name), count))
+            patched.setattr(gather_ranks_to_hf_folder, name, dying(getattr(gather_ranks_to_hf_folder, name), count))
             with pytest.raises(Killed):
                 run(flags)
         parallel_state.stop_distributed()  # as the end of a process does
@@ -207,7 +207,7 @@ def test_a_full_disk_fails_on_all_ranks_and_the_checkpoint_is_there(tmp_path: Pa
     def full(*given) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_distributed, "write_weights_file", full)
+    monkeypatch.setattr(gather_ranks_to_hf_folder, "write_weights_file", full)
     flags = f"{SMALL} --zero-stage 1 --save {tmp_path}/own --save-hf {tmp_path}/hf"
 
     def work(mesh) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.optimizer.deepspeed_lr_schedules import WarmupLR
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh

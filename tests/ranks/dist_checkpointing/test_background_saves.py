@@ -19,7 +19,7 @@ from whole_run import run
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import whole
 
 STATE = {"step": 3}
@@ -118,7 +118,7 @@ def test_the_writer_of_a_killed_rank_ends(sent):
     """With all its files open elsewhere: a child of the rank may hold the other end of the socket."""
     script = (
         "import socket, sys, time; from megatron.core.dist_checkpointing.writer_process import start_process\n"
-        "from megatron.core.dist_checkpointing.writer_sockets import MessageSocket\n"
+        "from megatron.core.dist_checkpointing.sockets_between_writers import MessageSocket\n"
         "mine, its = socket.socketpair(); writer = start_process(its); line = MessageSocket(mine)\n"
         "line.send({'rank': 0, 'ranks': 1}); line.receive(); print(writer.pid, flush=True); time.sleep(60)"
     )

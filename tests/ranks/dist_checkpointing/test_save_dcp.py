@@ -11,7 +11,7 @@ from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.inference.load_model import load_gpt, single_rank_mesh
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 

@@ -9,11 +9,11 @@ from local_ranks import run_ranks
 from said import tells
 from torch import Tensor, nn
 
-from megatron.core.distributed.collective_order import difference
+from megatron.core.distributed.collective_order_check import difference
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 
 
 class Branching(nn.Module):

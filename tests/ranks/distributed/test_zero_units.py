@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.contiguous_buffers import ReleasableBuffer
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
-from megatron.core.distributed.released_tensors import ReleasedParameter
+from megatron.core.distributed.released_tensor_guards import ReleasedParameter
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh

@@ -16,7 +16,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, build
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError, add_flags, option
-from megatron.core.dist_checkpointing import format, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import manifest_format, open_checkpoint, save_checkpoint
 from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate, next_logits, text_pieces
@@ -313,10 +313,10 @@ def test_a_class_may_say_that_it_is_a_gpt_unless_flags_of_its_own_shape_it(of_mo
 def test_a_checkpoint_that_does_not_name_its_model_is_taken_for_a_gpt(runs, tool, tmp_path):
     shutil.copytree(runs / "learned", tmp_path / "older")
     path = tmp_path / "older" / "iter_0000004" / "manifest.json"
-    manifest = format.parse_manifest(path.read_text(), path)
+    manifest = manifest_format.parse_manifest(path.read_text(), path)
     for name in ("model", "tokenizer_sha256"):
         del manifest.state[name]
-    path.write_text(format.to_json(manifest))
+    path.write_text(manifest_format.to_json(manifest))
     code, _, err = tool("--load", tmp_path / "older", "--prompt", "5 6")
     assert code == 0 and tells(err, "GPT")
 

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.replace_linears import replace_linears
+from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)

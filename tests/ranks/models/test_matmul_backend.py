@@ -23,12 +23,12 @@ from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
-from megatron.core.parallel.grid import ALONE
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.tensor_parallel.replace_linears import replace_linears
+from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 from megatron.core.transformer.layer_build_context import LayerContext
 from tools.estimating.measure import measure
 

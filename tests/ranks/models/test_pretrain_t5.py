@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron.core.models.common.model_rules import T5_RULES
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.stage_map import loop
+from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.pipeline_parallel.layer_split import split_two_stacks
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.tokenizers import build_tokenizer

@@ -9,7 +9,7 @@ from published_parameters import PARAMETERS
 
 from megatron.convert.families.config_json import config_of, family_of, settings_of
 from megatron.convert.formats.safetensors_header import TensorInFile
-from megatron.convert.hf_reader import tensor_records
+from megatron.convert.open_hf_folder import tensor_records
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel

@@ -33,7 +33,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload import activation_offload
 from megatron.core.offload.activation_offload import OffloadBufferPool, StageActivations
 from megatron.core.offload.contiguous_activation_buffer import RecomputeInputSlots
-from megatron.core.offload.offload_tiers import FileOffloadStore
+from megatron.core.offload.host_and_file_stores import FileOffloadStore
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline

@@ -12,7 +12,7 @@ from tiny_run import Layout, Outcome, assert_equal, assert_same_bits, run
 from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.offload_tiers import FileOffloadStore, FileTensor
+from megatron.core.offload.host_and_file_stores import FileOffloadStore, FileTensor
 from megatron.core.offload.stored_tensor import start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler

@@ -33,7 +33,7 @@ from tiny_t5 import PLAIN as TINY_T5, T5
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.datasets.counted_batches import CountedBatches
+from megatron.core.datasets.count_tokens_ahead import CountedBatches
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.aux_losses import AuxLosses, declared_aux_losses

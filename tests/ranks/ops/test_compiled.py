@@ -17,10 +17,10 @@ from megatron.core.ops.attention.kernels import unfused_attention
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compiled_region import CompileConfig, compile_cost, compiles
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.dropout_masks import column_words, numbered_keys, pairs_of_words
 from megatron.core.ops.fused_layer_ops import REGIONS
-from megatron.core.parallel.grid import ALONE
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 
 CASES = [case for case in covering_cases(2) if case.corner != "5 words"][::13]

@@ -23,9 +23,9 @@ from megatron.core.ops.cpu_half_precision_matmul import (
     modes_from_json,
     select_matmul_modes,
 )
-from megatron.core.ops.dropout import SampleDropoutKeys
-from megatron.core.parallel.grid import ALONE
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention

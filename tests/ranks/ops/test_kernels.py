@@ -9,8 +9,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention import kernels
 from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_or_fallback, news_of_attention
 from megatron.core.ops.attention.masks import Documents
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
-from megatron.core.parallel.grid import ALONE
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention
 from megatron.core.transformer.layer_build_context import LayerContext

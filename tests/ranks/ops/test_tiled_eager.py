@@ -12,7 +12,7 @@ from megatron.core.ops.attention.kernels import unfused_attention
 from megatron.core.ops.attention.masks import Documents, Mask, Window
 from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
 from megatron.core.ops.attention.tiles import tiles_of
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 
 PADDING = torch.arange(10).view(1, 1, 1, 10) >= torch.tensor([7, 10]).view(2, 1, 1, 1)
 OF_HEADS = torch.ones(2, 4, 10, 10).tril(3).roll((1, 2), (2, 3)) == 0

@@ -21,13 +21,13 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.optimizer import ParamGroup
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.full_matrix import MatrixOwners, ShardedMatrix
+from megatron.core.optimizer.gather_full_matrices import MatrixOwners, ShardedMatrix
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig, ns_coefficients
 from megatron.core.optimizer.muon_matrix_update import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.accelerator import float32_products
-from megatron.core.parallel.grid import ALONE
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.placement import Placement
 
 MUON = OptimizerConfig(optimizer="muon", clip_grad=0.5, weight_decay=0.1, muon_extra_scale_factor=0.2)

@@ -23,7 +23,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig, Distribu
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulMode, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
@@ -40,7 +40,7 @@ from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.checkpointing import save_and_load
-from megatron.training.checkpointing.compatibility import check_same_optimizer
+from megatron.training.checkpointing.check_same_model_and_optimizer import check_same_optimizer
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog
 from megatron.training.step import NotFiniteError, StepResult, train_step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.offload_tiers import FileTensor
+from megatron.core.offload.host_and_file_stores import FileTensor
 from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer

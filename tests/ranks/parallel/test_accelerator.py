@@ -21,8 +21,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention.kernels import fused_attention
 from megatron.core.optimizer import flat_optimizer
 from megatron.core.parallel import accelerator as device, collectives
-from megatron.core.parallel.grid import ALONE, Axis
-from megatron.core.parallel.stage_map import StageMap, loop
+from megatron.core.parallel.rank_grid import ALONE, Axis
+from megatron.core.parallel.stage_to_rank import StageMap, loop
 from megatron.core.pipeline_parallel.stage_transport import Transport
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
@@ -367,7 +367,9 @@ OF_STATE_ON_HOST = {
     "core/parallel/accelerator.py finish: event",
     "core/offload/stored_tensor.py start_writing: copy npu to cpu",
 }
-OF_ORDER = {f"core/distributed/collective_order.py _compare: {what}" for what in ("copy cpu to npu", "number read")}
+OF_ORDER = {
+    f"core/distributed/collective_order_check.py _compare: {what}" for what in ("copy cpu to npu", "number read")
+}
 
 
 @pytest.mark.full

@@ -14,8 +14,8 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import EXPERT_DATA_PARALLEL
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.sharding.placement import Placement
 
 SAMPLES, TOKENS, WIDTH, EXPERTS = 4, 4, 6, 4

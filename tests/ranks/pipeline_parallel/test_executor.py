@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel import collectives
-from megatron.core.parallel.stage_map import loop
+from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.loss_func_results import parse_loss_tuple
 from megatron.core.pipeline_parallel.schedule.actions import (

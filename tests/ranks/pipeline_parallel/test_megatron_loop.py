@@ -27,7 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_registry
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import get_global_state
@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.training.model_chunks import tie_embeddings
+from megatron.training.build_model_and_optimizer import tie_embeddings
 
 STEPS, BATCH, RATES = 3, 8, (1e-2, 7.5e-3, 5e-3)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -9,7 +9,7 @@ from script_run import settings_of, trainer_of
 from tiny_run import pieces_of_chunks, put_together
 
 import pretrain_gpt
-from megatron.core.parallel.stage_map import StageMap
+from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.actions import split_and_defer_weight_grads
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous

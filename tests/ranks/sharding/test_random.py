@@ -13,7 +13,7 @@ from tiny_run import GPT2, LLAMA, SEED, VOCAB, Layout, build, my_pieces, put_tog
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.ops.dropout import AttentionDropout, HiddenDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, HiddenDropout, SampleDropoutKeys
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding import initial_values as draws
 from megatron.core.sharding.boxes import slices

@@ -20,7 +20,7 @@ from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
-from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
+from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import (
     ColumnParallelLinear,

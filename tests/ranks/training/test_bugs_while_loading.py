@@ -14,7 +14,7 @@ from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.training import trainer
 from megatron.training.checkpointing import save_and_load
 from megatron.training.monitor.training_log import TrainingLog
-from megatron.training.rerun.check_runner import Guard
+from megatron.training.result_checks.check_runner import Guard
 
 BUGS = [
     IndexError("list index out of range"),

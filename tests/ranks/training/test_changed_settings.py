@@ -10,7 +10,7 @@ from said import tells
 from whole_run import TINY, run
 
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing import manifest_format
 
 COURSE = {
     "hidden_dropout": (0.1, 0.2),
@@ -92,9 +92,9 @@ def edited(source: Path, copy: Path, edit) -> Path:
     """A copy of the checkpoints in which `edit` has changed the state of the last."""
     shutil.copytree(source, copy)
     path = copy / "iter_0000004" / "manifest.json"
-    manifest = format.parse_manifest(path.read_text(), path)
+    manifest = manifest_format.parse_manifest(path.read_text(), path)
     edit(manifest.state)
-    path.write_text(format.to_json(manifest))
+    path.write_text(manifest_format.to_json(manifest))
     return copy
 
 

@@ -7,7 +7,7 @@ from said import tells
 from whole_run import TINY, run
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import manifest_format as disk
 from megatron.training.arguments.checkpoint_args import _MODEL, _TOKENIZER, _words
 from megatron.training.arguments.command_line import make_parser, parse_args
 

@@ -18,7 +18,7 @@ from megatron.core.sharding.placement import Placement
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.build import name_problems
-from megatron.training.model_chunks import model_problems
+from megatron.training.build_model_and_optimizer import model_problems
 
 FLAGS = split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --global-batch-size 4 "

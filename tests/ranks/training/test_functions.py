@@ -11,7 +11,7 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import format, open_checkpoint
+from megatron.core.dist_checkpointing import manifest_format, open_checkpoint
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.ops.attention.kernels import (
     KERNELS,
@@ -22,7 +22,7 @@ from megatron.core.ops.attention.kernels import (
     kernel_or_fallback,
     unfused_attention,
 )
-from megatron.core.ops.dropout import AttentionDropout, SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, NullTokenizer, TokenizerType
@@ -124,9 +124,9 @@ def test_a_folder_is_written_of_a_script_s_kernel_that_computes_what_ours_do(tra
 
 def edited(root: Path, change) -> None:
     path = root / "iter_0000002" / "manifest.json"
-    manifest = format.parse_manifest(path.read_text(), path)
+    manifest = manifest_format.parse_manifest(path.read_text(), path)
     change(manifest.state)
-    path.write_text(format.to_json(manifest))
+    path.write_text(manifest_format.to_json(manifest))
 
 
 @pytest.mark.full

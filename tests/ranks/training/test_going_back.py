@@ -11,7 +11,7 @@ from local_ranks import run_ranks
 from said import tells
 from tiny_run import TINY_GPT2, Layout, TinyTrainer
 
-from megatron.core.dist_checkpointing import format as disk
+from megatron.core.dist_checkpointing import manifest_format as disk
 from megatron.core.distributed.data_parallel import DataParallelConfig
 
 

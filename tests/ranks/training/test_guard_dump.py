@@ -9,8 +9,8 @@ from layouts import Layout
 from said import tells
 
 from megatron.core.dist_checkpointing import open_checkpoint
-from megatron.training.rerun import spike_detector
-from megatron.training.rerun.base_check import WrongNumbersError
+from megatron.training.result_checks import spike_detector
+from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
 from tools import replay_step

@@ -17,10 +17,10 @@ from megatron.core.offload.stored_tensor import start_reading, start_writing
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.arguments.rerun_config import GuardConfig
-from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.bit_flip_check import StateCheck, changes_since, hashes_of, resident_state
-from megatron.training.rerun.replica_check import param_replica_differences
+from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
+from megatron.training.result_checks.base_check import WrongNumbersError
+from megatron.training.result_checks.replica_check import param_replica_differences
+from megatron.training.result_checks.state_hash_check import StateCheck, changes_since, hashes_of, resident_state
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
 STAGES = {

@@ -15,11 +15,11 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.batch_cache import RewindableBatches
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.rerun import spike_detector
-from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.spike_detector import SpikeDetector
+from megatron.training.result_checks import spike_detector
+from megatron.training.result_checks.base_check import WrongNumbersError
+from megatron.training.result_checks.spike_detector import SpikeDetector
+from megatron.training.rewindable_batches import RewindableBatches
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
 

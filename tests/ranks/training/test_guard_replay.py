@@ -8,8 +8,8 @@ from guard_runs import run, stopped, weights_of
 from layouts import Layout
 from local_ranks import run_ranks
 
-from megatron.training.rerun.base_check import WrongNumbersError
-from megatron.training.rerun.rerun_microbatch import (
+from megatron.training.result_checks.base_check import WrongNumbersError
+from megatron.training.result_checks.rerun_microbatch import (
     COMPUTED,
     RECEIVED,
     SENT,

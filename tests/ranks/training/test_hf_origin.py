@@ -15,7 +15,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.convert import open_foreign
-from megatron.core.dist_checkpointing import format as disk, open_checkpoint
+from megatron.core.dist_checkpointing import manifest_format as disk, open_checkpoint
 from megatron.core.parallel.accelerator import Device
 from megatron.training.checkpointing.hf_origin import provenance_of_run
 from tools import checkpoint_convert

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.training.model_chunks import should_pass_vp_stage
+from megatron.training.build_model_and_optimizer import should_pass_vp_stage
 
 
 @pytest.mark.parametrize(

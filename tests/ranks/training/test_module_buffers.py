@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from whole_run import TINY
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
+from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.buffer_placement import BufferPlacement
+from megatron.core.sharding.module_buffer_placement import BufferPlacement
 from megatron.core.sharding.placement import Placement
 from megatron.training.checkpointing.module_buffers import digest
 from tools import checkpoint_inspect

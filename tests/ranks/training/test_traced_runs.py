@@ -23,9 +23,9 @@ RUNS = {
 # They change nothing and read nothing: whether two names are one folder, where links of a folder lead; and the lock of --save.
 LOCK = ("open", "training.checkpointing.save_folder._lock")
 ALLOWED = {
-    "core.storage.paths.same_folder",
+    "core.storage.path_or_url.same_folder",
     "training.checkpointing.non_persistent_checkpoint._name_of",
-    "convert.formats.read_hf_folder.path_inside",
+    "convert.formats.read_hf_config_and_headers.path_inside",
 }
 
 

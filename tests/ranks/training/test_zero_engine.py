@@ -14,12 +14,12 @@ from torch.optim import lr_scheduler as schedules
 
 from megatron import deepspeed
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.format import CheckpointError
-from megatron.core.dist_checkpointing.state_dict_io import load_whole_tensors
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
+from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.deepspeed_lr_schedules import OneCycle
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.buffer_placement import BufferPlacement
+from megatron.core.sharding.module_buffer_placement import BufferPlacement
 from megatron.training.zero_engine import Engine, EngineConfig
 
 X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

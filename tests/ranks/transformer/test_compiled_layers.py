@@ -17,9 +17,9 @@ from torch import nn
 
 from megatron.core.ops.compile.compiled_region import whole_layer_fallback_lines
 from megatron.core.ops.cpu_half_precision_matmul import MatmulModes
-from megatron.core.ops.dropout import SampleDropoutKeys
-from megatron.core.parallel.grid import Axis
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.compiled_layer import WholeLayerPrograms
 from megatron.core.transformer.layer_build_context import LayerContext

@@ -12,7 +12,7 @@ from script_run import settings_of, trainer_of
 
 import pretrain_gpt
 from megatron.core.datasets.gpt_samples import TokenRules, training_item
-from megatron.core.dist_checkpointing import format
+from megatron.core.dist_checkpointing import manifest_format
 from megatron.core.parallel.mesh import Mesh
 
 END = 5  # the token that ends a document
@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_from_angles_that_did_not_restart_says_so(said, tmp_p
     more = f"{flags} --override-opt_param-scheduler --train-iters"
     assert "angles" not in said(f"{more} 2")
     path = tmp_path / "iter_0000002" / "manifest.json"
-    manifest = format.parse_manifest(path.read_text(), path)
+    manifest = manifest_format.parse_manifest(path.read_text(), path)
     assert manifest.state["functions"].pop("reset_position_ids") == "rotary angles restart"
-    path.write_text(format.to_json(manifest))
+    path.write_text(manifest_format.to_json(manifest))
     assert "resumed with rotary angles that restart, by --reset-position-ids" in said(f"{more} 3")

@@ -17,9 +17,9 @@ from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel import global_state
-from megatron.core.parallel.stage_map import loop
+from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.sharding.placement import Constant
 from megatron.core.transformer import module, transformer_layer
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
@@ -41,7 +41,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     submodules_of,
 )
-from megatron.training.rerun.nan_locator import _NanLocator
+from megatron.training.result_checks.nan_locator import _NanLocator
 
 H, S, M, B = 8, 5, 7, 2
 CONFIG = ModelConfig(num_layers=3, hidden_size=H, num_attention_heads=2, fp64=True, init_method_std=0.3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.base.memory_category import ACTIVATIONS, current_memory_kind, memory_kind, set_memory_kind
-from megatron.training.memory.memory_tracker import MemoryTracker
+from megatron.training.memory.track_memory_by_kind import MemoryTracker
 
 
 @memory_kind("gradients")

@@ -7,7 +7,7 @@ import pytest
 from tokenizer_folders import FOLDERS, TEXTS, write_in
 
 from megatron.convert.hf_origin import Provenance, readable_by_transformers_4
-from megatron.core.dist_checkpointing.format import CheckpointError
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools import checkpoint_convert
 

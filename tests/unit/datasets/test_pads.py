@@ -9,7 +9,6 @@ from token_files import write
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, IndexedDataset, MockGPTDataset, build_gpt_datasets
-from megatron.core.datasets.ambiguous_pad_token import pad_is_text
 from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -17,6 +16,7 @@ from megatron.core.datasets.fill_in_the_middle import FimConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.gpt_samples import TokenRules
 from megatron.core.datasets.mask_selection import MaskedDataConfig, MaskingRules, WordPieces
+from megatron.core.datasets.pad_token_is_text import pad_is_text
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
 

@@ -15,18 +15,18 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     LocalTensor,
-    format as disk,
+    manifest_format as disk,
     open_checkpoint,
     save_checkpoint,
     save_sharded as saving,
     write_and_publish as writing,
 )
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import ALONE, Axis, Grid
+from megatron.core.parallel.rank_grid import ALONE, Axis, Grid
 from megatron.core.sharding.boxes import slices, whole
 from megatron.core.sharding.placement import Constant, Placement, is_counted, pieces
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.checkpointing.compatibility import check_position_table_rows
+from megatron.training.checkpointing.check_same_model_and_optimizer import check_position_table_rows
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
 FILLER = 1  # what padding holds before a load, and after it
@@ -440,9 +440,7 @@ def test_shortened_and_missing_files_are_refused(tmp_path):
 
 
 def test_format_is_read_without_torch():
-    code = (
-        "import sys, megatron.core.dist_checkpointing.format as f; f.folder_name(1); assert 'torch' not in sys.modules"
-    )
+    code = "import sys, megatron.core.dist_checkpointing.manifest_format as f; f.folder_name(1); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
     assert "save_checkpoint" in dir(package) and all(hasattr(package, name) for name in dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'pickle'"):

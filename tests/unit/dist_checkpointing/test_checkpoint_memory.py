@@ -11,7 +11,7 @@ import torch
 from small_checkpoints import one
 
 from megatron.core.dist_checkpointing import open_checkpoint, save_sharded
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 
 MIB = 1 << 20
 BOX, BOXES, CHUNK = 8 * MIB, 4, MIB

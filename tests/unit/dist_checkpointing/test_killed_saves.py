@@ -9,7 +9,7 @@ import torch
 from failing_files import Killed, failing
 from small_checkpoints import good, loaded, save_one, tried_by_ranks
 
-from megatron.core.dist_checkpointing import CheckpointError, format as disk, open_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, manifest_format as disk, open_checkpoint
 from megatron.core.storage import file_layer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_checkpoints import refused, save_one
 
-from megatron.core.dist_checkpointing import format as disk, open_checkpoint
+from megatron.core.dist_checkpointing import manifest_format as disk, open_checkpoint
 from megatron.core.sharding.boxes import intersect, slices
 
 

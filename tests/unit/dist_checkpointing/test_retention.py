@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_checkpoints import refused, save_one
 
-from megatron.core.dist_checkpointing import format as disk, open_checkpoint
+from megatron.core.dist_checkpointing import manifest_format as disk, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import (
     iteration_in_pointer_file,
     pointer_text_with_check_digit,

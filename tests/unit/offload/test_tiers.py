@@ -21,18 +21,18 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.offload import checksummed_file
 from megatron.core.offload.checksummed_file import BlockFile, OffloadError
+from megatron.core.offload.host_and_file_stores import FileOffloadStore, FileTensor, HostOffloadStore
 from megatron.core.offload.offload_folder import RankFolder, offload_folder_conflicts, remove_surplus_rank_folders
 from megatron.core.offload.offload_fraction import cut_by_fraction, cut_in_slices
-from megatron.core.offload.offload_tiers import FileOffloadStore, FileTensor, HostOffloadStore
 from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import copy_stored, read_parts, start_reading, start_writing
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.optimizer.cpu_offloading import sliced_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
 from megatron.core.optimizer.param_groups import ParamGroup
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier, bytes_line
-from megatron.training.memory.host_memory import free_below_rlimit_data, free_on_machine
+from megatron.training.memory.free_host_memory import free_below_rlimit_data, free_on_machine
 from megatron.training.memory.memory_check import disk_and_memory_problems
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from said import tells
 from schedules import CHUNKED, COSTS, FLAT, assert_lists, parse, refusal, sizes_of, training_schedules
 
 from megatron.core import pipeline_parallel
-from megatron.core.parallel.stage_map import loop, v_shape
+from megatron.core.parallel.stage_to_rank import loop, v_shape
 from megatron.core.pipeline_parallel.schedule import actions as schedule_module
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,

@@ -4,7 +4,7 @@ import pytest
 from said import tells
 from schedules import refusal
 
-from megatron.core.parallel.stage_map import StageMap, loop
+from megatron.core.parallel.stage_to_rank import StageMap, loop
 from megatron.core.pipeline_parallel.layer_split import split_layers
 
 MAPS = [  # ranks of the stages, stages of rank 0 and of the last rank, ranks of the first and the last stage, pairs that talk

@@ -7,14 +7,14 @@ ROOT = Path(__file__).parents[3]
 NAMED = re.compile(r"context[-_ ]?parallel|(\b|_)cp(\b|_)", re.IGNORECASE)
 OWN = (
     "core/context_parallel/",
-    "core/transformer/context_parallel_rules.py",
+    "core/transformer/check_context_parallel_settings.py",
     "core/parallel/sequence_shard.py",
     "core/parallel/parallel_config.py",
 )
 # Files of Megatron's and DeepSpeed's names and fields.
 ROOMS = (
     "core/__init__.py",
-    "core/base/megatron_api_names.py",
+    "core/base/moved_or_unbuilt_megatron_names.py",
     "core/datasets/blended_megatron_dataset_config.py",
     "core/datasets/gpt_dataset.py",
     "core/dist_checkpointing/mapping.py",

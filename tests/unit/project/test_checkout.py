@@ -59,7 +59,7 @@ def test_the_process_that_writes_checkpoints_finds_the_package(run, name_of):
     code = f"""
 import socket
 from {name_of("megatron.core.dist_checkpointing.writer_process")} import start_process
-from megatron.core.dist_checkpointing.writer_sockets import MessageSocket
+from megatron.core.dist_checkpointing.sockets_between_writers import MessageSocket
 mine, its = socket.socketpair()
 writer = start_process(its)
 its.close()

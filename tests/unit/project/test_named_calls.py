@@ -16,7 +16,7 @@ from code_lines import nodes, product_files
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_grad_state import GradReduceInterface, ParamGradSink
-from megatron.core.distributed.zero import GradReduce
+from megatron.core.distributed.zero_reduce_and_gather import GradReduce
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface, GradSink
 from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
@@ -31,22 +31,22 @@ OURS = {
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
     "megatron/core/datasets/vocab_check.py embedding_rows_problem": "added_tokens",
-    "megatron/core/datasets/ambiguous_pad_token.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
+    "megatron/core/datasets/pad_token_is_text.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
     "megatron/core/distributed/param_grad_state.py is_tied": "is_tied",  # a script's model
     "megatron/core/distributed/param_grad_state.py declared_num_grads": "num_grads_per_backward",  # a script's model
-    "megatron/core/ops/rematerialize.py _mark_of": "recompute_recipe",
-    "megatron/core/ops/rematerialize.py producer_of": "requests",
+    "megatron/core/ops/recomputable_tensors.py _mark_of": "recompute_recipe",
+    "megatron/core/ops/recomputable_tensors.py producer_of": "requests",
     "megatron/core/ops/main_grad_interface.py main_grad_of": "main_grad",  # Megatron's name
     "megatron/core/ops/main_grad_interface.py grad_sink_of": "grad_sink",
     "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
-    "megatron/core/sharding/buffer_placement.py persistent_buffers": "buffer_placements",  # a script's module
+    "megatron/core/sharding/module_buffer_placement.py persistent_buffers": "buffer_placements",  # a script's module
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
-    "megatron/core/ops/dropout.py own_dropout_keys": "keys",  # a script's layer
+    "megatron/core/ops/layout_invariant_dropout.py own_dropout_keys": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py plain_cross_entropy_of": "cross_entropy",
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "hashed_changes",
     "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
-    "megatron/training/model_chunks.py _is_shared": "shared_embedding",  # Megatron's name
+    "megatron/training/build_model_and_optimizer.py _is_shared": "shared_embedding",  # Megatron's name
     "megatron/training/monitor/tensor_statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
     "tools/preprocessing/word_memory.py packer": "word_pattern",
 }
@@ -58,19 +58,19 @@ FOREIGN = {
     "Python's and the system's, which differ between versions": {
         "megatron/core/dist_checkpointing/async_save.py": "MAP_POPULATE memfd_create",
         "megatron/core/parallel/accelerator.py": "gnu_get_libc_version",
-        "megatron/core/parallel/tcp_liveness.py": "register_at_fork",
-        "megatron/core/parallel/initialize_distributed.py": "last_type",
+        "megatron/core/parallel/detect_lost_ranks.py": "register_at_fork",
+        "megatron/core/parallel/init_and_destroy_distributed.py": "last_type",
         "megatron/core/storage/object_store.py": "EREMOTEIO",
         "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
-        "megatron/training/fault_tolerance/launcher_watch.py": "pidfd_open",
+        "megatron/training/fault_tolerance/exit_with_launcher.py": "pidfd_open",
         "megatron/training/initialize.py": "sched_getaffinity",
         "tools/benchmarking/contest.py": "sched_getaffinity",
     },
     "Python's, on any object": {
         "megatron/core/transformer/transformer_config.py": "__name__",
         "megatron/core/base/dataclass_flags.py": "__metadata__",
-        "megatron/core/distributed/released_tensors.py": "__name__ __self__",
+        "megatron/core/distributed/released_tensor_guards.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
         "megatron/training/memory/oom_advice.py": "__notes__",
     },
@@ -108,7 +108,9 @@ FOREIGN = {
     "ours, which scripts' classes alone have": {"megatron/training/checkpointing/model_name.py": "model_name"},
     "ours, which a script's model may lack": {"megatron/training/trainer.py": "rules"},
     "Megatron's, of a data set": {"megatron/core/datasets/blended_dataset.py": "dataset_path"},
-    "Megatron's, which a script sets on parameters": {"megatron/training/model_chunks.py": "sequence_parallel"},
+    "Megatron's, which a script sets on parameters": {
+        "megatron/training/build_model_and_optimizer.py": "sequence_parallel"
+    },
     "Megatron's, of a tokenizer, which may be a script's": {
         "megatron/core/datasets/bert_dataset_builder.py": "name",
         "megatron/core/datasets/fill_in_the_middle.py": "vocab",

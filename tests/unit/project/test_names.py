@@ -10,9 +10,9 @@ from said import raises_telling
 from megatron.core import mpu, parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import global_state, initialize_model_parallel
-from megatron.core.parallel.grid import AxisSizes
 from megatron.core.parallel.initialize_model_parallel import stage_ranks
 from megatron.core.parallel.mesh import build_mesh
+from megatron.core.parallel.rank_grid import AxisSizes
 
 NAMES = {
     "megatron": "get_args get_tokenizer is_last_rank mpu print_rank_0 print_rank_last",

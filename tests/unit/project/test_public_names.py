@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base.megatron_api_names import ELSEWHERE, NOT_BUILT, SWITCHED_OFF
+from megatron.core.base.moved_or_unbuilt_megatron_names import ELSEWHERE, NOT_BUILT, SWITCHED_OFF
 
 PUBLIC = json.loads((Path(__file__).parents[2] / "megatron_public_names.json").read_text())
 

@@ -27,8 +27,8 @@ def test_a_line_that_has_moved_is_found():
     page = PAGE.read_text()
     assert places(re.sub(r"(\w+\.py):\d+", r"\1:7", page)) == places(page) != re.sub(r"(\w+\.py):\d+", r"\1:7", page)
     assert (
-        place_of("megatron.core.parallel.grid.Grid.groups")
-        == f"megatron/core/parallel/grid.py:{definitions('megatron/core/parallel/grid.py')['Grid.groups']}"
+        place_of("megatron.core.parallel.rank_grid.Grid.groups")
+        == f"megatron/core/parallel/rank_grid.py:{definitions('megatron/core/parallel/rank_grid.py')['Grid.groups']}"
     )
     with pytest.raises(AttributeError):
         places(page.replace("grid.Grid.groups", "grid.Grid.gruppen"))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import intersect, relative_to, size_of, slices, whole
 from megatron.core.sharding.placement import Constant, Placement, is_counted, pieces
 

@@ -17,12 +17,12 @@ from said import raises_telling, tells
 from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ranks
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import CheckpointError, format as disk, open_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, manifest_format as disk, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import find, saved_iterations
 from megatron.core.dist_checkpointing.commit import delete, set_aside_damaged, try_clear_leftovers
 from megatron.core.storage import file_layer, object_store, read_ahead
 from megatron.core.storage.object_store import ObjectFiles
-from megatron.core.storage.paths import ObjectPath, is_url, path_of
+from megatron.core.storage.path_or_url import ObjectPath, is_url, path_of
 from megatron.core.storage.read_ahead import FileSpan
 
 ROOT = "memory://bucket/run"

@@ -7,7 +7,7 @@ import torch
 from small_checkpoints import loaded, refused, save_one
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.grid import ALONE
+from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.storage import object_store
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpointing.save_folder import prepare_folder

@@ -16,7 +16,7 @@ import pytest
 from said import tells
 from token_files import NULL, contents, write
 
-from megatron.core.datasets import DataConfig, build_gpt_datasets, data_usage_report
+from megatron.core.datasets import DataConfig, build_gpt_datasets, planned_data_usage
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from tools import data_plan, inspect_dataset, merge_datasets, prepare_cache, stdlib_corpus
@@ -278,8 +278,8 @@ def test_preparing_mistakes_are_one_line(tmp_path, monkeypatch, capsys, argument
 
 
 def test_a_long_blend_is_not_listed_whole_at_the_start():
-    usages = [data_usage_report.DataUsage(f"set{i}", 1, 100, 200, i, 10) for i in range(30)]
-    shown = data_usage_report.usage_lines("train", usages)
+    usages = [planned_data_usage.DataUsage(f"set{i}", 1, 100, 200, i, 10) for i in range(30)]
+    shown = planned_data_usage.usage_lines("train", usages)
     assert len(shown) == 21
     assert tells(shown[3], "0.69% set3 1 100 200 3 10 0.30")
     assert "and 10 more data sets" in shown[-1]

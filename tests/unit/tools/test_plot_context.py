@@ -44,14 +44,16 @@ def test_a_ring_of_two_as_text(capsys):
 def test_the_drawing_sends_what_the_ring_sends(monkeypatch):
     """The ring itself, each rank alone: the chunks that it visits, and how often it sends."""
     from megatron.core.base.async_handle import done
-    from megatron.core.context_parallel import ring_attention
-    from megatron.core.parallel.grid import Axis
+    from megatron.core.context_parallel import ring_and_allgather_attention
+    from megatron.core.parallel.rank_grid import Axis
 
     sent = []
-    monkeypatch.setattr(ring_attention.collectives, "start_shift", lambda x, axis: sent.append(x) or done(x))
+    monkeypatch.setattr(
+        ring_and_allgather_attention.collectives, "start_shift", lambda x, axis: sent.append(x) or done(x)
+    )
     for rank in range(4):
         visited = []
-        ring_attention.Ring(Axis("cp", (0, 1, 2, 3), rank)).forward(
+        ring_and_allgather_attention.Ring(Axis("cp", (0, 1, 2, 3), rank)).forward(
             None, lambda chunks, x, to=visited: to.append(chunks)
         )
         assert visited == [chunks_of(owner_of_keys(rank, step, 4), 4) for step in range(4)]
@@ -83,13 +85,15 @@ def test_in_half_precision_the_ring_sends_the_bytes_of_the_page(monkeypatch):
     import torch
 
     from megatron.core.base.async_handle import done
-    from megatron.core.context_parallel import ring_attention
-    from megatron.core.parallel.grid import Axis
+    from megatron.core.context_parallel import ring_and_allgather_attention
+    from megatron.core.parallel.rank_grid import Axis
 
     sent = []
-    monkeypatch.setattr(ring_attention.collectives, "start_shift", lambda x, axis: sent.append(x.nbytes) or done(x))
+    monkeypatch.setattr(
+        ring_and_allgather_attention.collectives, "start_shift", lambda x, axis: sent.append(x.nbytes) or done(x)
+    )
     keys = torch.zeros(2, 1, 2, 16, 8, dtype=torch.bfloat16)  # keys and values of 1 sample, 2 heads, 64 / 4 rows
-    ring = ring_attention.Ring(Axis("cp", (0, 1, 2, 3), 1))
+    ring = ring_and_allgather_attention.Ring(Axis("cp", (0, 1, 2, 3), 1))
     home = ring.backward(keys, lambda chunks, here, arriving: torch.zeros_like(here, dtype=torch.float32))
     assert sum(sent) == bytes_sent("p2p", 4, Shape(64, 1, 2, 2, 8))[1] and home.dtype == torch.bfloat16
 

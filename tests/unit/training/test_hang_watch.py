@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.base.rank_status import (
     Calls,
     RankStatus,
@@ -24,7 +24,7 @@ from megatron.core.base.rank_status import (
 )
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch, hang_watch_folder
-from megatron.training.fault_tolerance.hang_diagnosis import RankSnapshot, diagnose, hang_report
+from megatron.training.fault_tolerance.find_hung_rank import RankSnapshot, diagnose, hang_report
 from megatron.training.fault_tolerance.hang_watch import HangWatch
 from megatron.training.fault_tolerance.hang_watch_folder import (
     create_status_in_run_folder,
@@ -267,7 +267,7 @@ def no_space(*words, **named) -> None:
 
 
 def test_a_watch_without_room_for_its_verdict_ends_its_rank_all_the_same(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(output_streams, "losses", [])
+    monkeypatch.setattr(tolerate_broken_output, "losses", [])
     codes, limits = [], HangConfig(hang_timeout=1, hang_timeout_floor=0.1)
     watch = HangWatch(tmp_path / f"megatron-{os.getuid()}-4", 0, 1, limits, codes.append)
     monkeypatch.setattr(Path, "write_text", no_space)
@@ -280,12 +280,12 @@ def test_a_watch_without_room_for_its_verdict_ends_its_rank_all_the_same(tmp_pat
     watch.close()
     said = capsys.readouterr().err
     assert codes[:1] == [4] and "has hung, training, iteration 4" in said, said
-    assert [loss.output.rpartition("/")[2] for loss in output_streams.losses] == ["verdict.partial"]
+    assert [loss.output.rpartition("/")[2] for loss in tolerate_broken_output.losses] == ["verdict.partial"]
 
 
 def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, capsys, monkeypatch):
     """The map of a file without blocks would end the run by SIGBUS."""
-    monkeypatch.setattr(output_streams, "losses", [])
+    monkeypatch.setattr(tolerate_broken_output, "losses", [])
     monkeypatch.setattr(
         hang_watch.hang_watch_folder, "folder_of_job", lambda *words, **named: tmp_path / f"megatron-{os.getuid()}-5"
     )
@@ -293,4 +293,4 @@ def test_a_run_without_room_for_its_place_runs_unwatched_and_says_so(tmp_path, c
     monkeypatch.setattr(mmap, "mmap", lambda *words: pytest.fail("there is no room"))
     with hang_watch.watching(0, 1):
         begin_step(1)
-    assert "No space left on device" in capsys.readouterr().err and len(output_streams.losses) == 1
+    assert "No space left on device" in capsys.readouterr().err and len(tolerate_broken_output.losses) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.training.monitor import health_files
 from megatron.training.monitor.health_files import HealthFiles, prometheus_text
 from megatron.training.monitor.straggler_detector import straggler_line
@@ -89,7 +89,7 @@ def test_numbers_that_are_none_are_written_as_prometheus_writes_them():
 
 
 def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(output_streams, "losses", [])
+    monkeypatch.setattr(tolerate_broken_output, "losses", [])
     missing, full = tmp_path / "missing" / "file", tmp_path / "full"
     beacon = HealthFiles(str(missing), str(full), train_iters=None, tokens_per_sample=1)
 
@@ -102,7 +102,7 @@ def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_pat
         disk.setattr(Path, "touch", lambda path: open(path, "w").close() if path.parent.exists() else None)
         beacon.saved(1)
         beacon.saved(2)
-    assert [loss.output for loss in output_streams.losses] == [str(missing), str(full)]
+    assert [loss.output for loss in tolerate_broken_output.losses] == [str(missing), str(full)]
     said = capsys.readouterr().err
     assert said.count("cannot be written") == 2 and "the run goes on without it" in said
     assert list(tmp_path.iterdir()) == [], "nothing is left of what could not be written"
@@ -112,7 +112,7 @@ def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_pat
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_pipe_in_the_place_of_a_file_is_not_replaced(which: int, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(output_streams, "losses", [])
+    monkeypatch.setattr(tolerate_broken_output, "losses", [])
     os.mkfifo(pipe := tmp_path / "pipe")
     paths = [str(tmp_path / "other")] * 2
     paths[which] = str(pipe)

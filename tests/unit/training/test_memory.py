@@ -26,7 +26,7 @@ from megatron.training.memory.peak_along_schedule import (
     peak_along_schedule,
     worst,
 )
-from megatron.training.memory.report import abridged_stage_table, amount
+from megatron.training.memory.predicted_memory_table import abridged_stage_table, amount
 from tools import estimate_memory
 from tools.estimating.job import read
 from tools.script import script_at

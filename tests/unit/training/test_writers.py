@@ -13,7 +13,7 @@ import pytest
 import torch
 from said import tells
 
-from megatron.core.base import output_streams
+from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.accelerator import Device, peak_flops_of
 from megatron.training.arguments import monitor_config
@@ -382,7 +382,7 @@ def watch_of(*writers) -> SimpleNamespace:
 @pytest.fixture
 def losses(monkeypatch) -> list:
     found: list = []
-    monkeypatch.setattr(output_streams, "losses", found)
+    monkeypatch.setattr(tolerate_broken_output, "losses", found)
     return found
 
 
@@ -448,7 +448,7 @@ def test_an_output_that_is_lost_is_told_in_every_other(curves, losses, tmp_path)
     vars(watch).update(_losses_told=0, _beacon=SimpleNamespace(lost=told.append), note_progress=told.append)
     watch._send = lambda *record: Monitor._send(watch, *record)
     Monitor._tell_of_losses(watch)
-    losses.append(output_streams.Loss("standard output", "Broken pipe"))
+    losses.append(tolerate_broken_output.Loss("standard output", "Broken pipe"))
     Monitor._tell_of_losses(watch)
     Monitor._tell_of_losses(watch)
     said = "standard output cannot be written (Broken pipe); the run goes on without it"

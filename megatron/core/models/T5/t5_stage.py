@@ -25,7 +25,7 @@ from megatron.core.models.common.model_rules import T5_RULES
 from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import MaskWithBias
-from megatron.core.ops.dropout import HiddenDropout
+from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig

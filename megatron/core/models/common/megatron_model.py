@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.parallel.initialize_distributed import join_alone
+from megatron.core.parallel.init_and_destroy_distributed import join_alone
 from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.transformer_layer import layers_of_stage
 

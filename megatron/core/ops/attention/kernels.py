@@ -23,7 +23,7 @@ from megatron.core.ops.attention.sliding_window import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
 from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
-from megatron.core.ops.dropout import AttentionDropout
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 
 
 def unfused_attention(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.core.base.registry import Registry
 from megatron.core.ops.attention.masks import Mask
-from megatron.core.parallel.grid import ALONE, Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 
 Entries = tuple[
     Tensor, ...

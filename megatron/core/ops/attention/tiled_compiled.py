@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.ops.attention.masks import Mask
 from megatron.core.ops.attention.tiles import flatten_batch_and_heads, tiles_of, wide_empty
 from megatron.core.ops.compile.compiled_region import Compiled
-from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, keep_mask
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel.accelerator import is_accelerator
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from megatron.core.ops.attention.masks import Mask, Window, hidden_in_tile
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions, with_sinks
 from megatron.core.ops.attention.tiles import Tile, flatten_batch_and_heads, tiles_of, wide_empty
-from megatron.core.ops.dropout import AttentionDropout
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
+from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 
 
 def eager_tiled_attention(

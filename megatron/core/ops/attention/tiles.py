@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.ops.torch_function_overrides import blocks_to_compute
+from megatron.core.ops.overridable_by_torch_function_mode import blocks_to_compute
 
 
 class Tile(NamedTuple):

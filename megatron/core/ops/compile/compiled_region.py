@@ -29,10 +29,10 @@ from torch.utils._triton import has_triton
 
 from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
-from megatron.core.ops.rematerialize import mark_recomputable
+from megatron.core.ops.recomputable_tensors import mark_recomputable
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import is_accelerator
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
 

@@ -21,7 +21,7 @@ from megatron.core.distributed.buffer_plan import ALIGN
 from megatron.core.offload.offload_fraction import SLICE, cut_in_slices
 from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
 from megatron.core.optimizer.adam_and_sgd import Update, UpdateStep
-from megatron.core.optimizer.full_matrix import ShardedMatrix
+from megatron.core.optimizer.gather_full_matrices import ShardedMatrix
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel.accelerator import start_to_host

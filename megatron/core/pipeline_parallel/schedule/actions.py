@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum, auto
 from typing import NamedTuple
 
-from megatron.core.parallel.stage_map import StageMap, loop
+from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 
 class Op(IntEnum):

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
-from megatron.core.parallel.stage_map import StageMap
+from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.schedule.actions import COMPUTE, Action, Op, Schedule, dependencies, stages_in
 from megatron.core.pipeline_parallel.schedule.simulate import DEFAULT_COST, locate, run_in_order, simulate
 

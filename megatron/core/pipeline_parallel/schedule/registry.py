@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from megatron.core.base.registry import Registry
-from megatron.core.parallel.stage_map import StageMap
+from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from megatron.core.parallel.stage_map import v_shape
+from megatron.core.parallel.stage_to_rank import v_shape
 from megatron.core.pipeline_parallel.schedule.actions import (
     Action,
     Op,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.dropout import HiddenDropout
-from megatron.core.tensor_parallel.embedding_grad_accumulation import lookup
+from megatron.core.ops.layout_invariant_dropout import HiddenDropout
+from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, local_sequence_slice
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
