@@ -5,10 +5,8 @@ import re
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedule.actions import (
-    Action,
-    Op,
-    Schedule,
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (
     forward_only,
     gpipe,
     interleaved,

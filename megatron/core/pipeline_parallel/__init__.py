@@ -20,13 +20,15 @@ if TYPE_CHECKING:
         Action as Action,
         Op as Op,
         Schedule as Schedule,
+        stages_in as stages_in,
+    )
+    from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (
         forward_only as forward_only,
         forwards_over as forwards_over,
         gpipe as gpipe,
         interleaved as interleaved,
         one_f_one_b as one_f_one_b,
         split_and_defer_weight_grads as split_and_defer_weight_grads,
-        stages_in as stages_in,
         zb_h1 as zb_h1,
         zb_interleaved as zb_interleaved,
     )
@@ -66,8 +68,9 @@ __getattr__, __dir__ = lazy_names(
         "megatron.core.parallel.stage_to_rank": "StageMap loop",
         ".layer_split": "split_layers",
         ".schedule.registry": "SCHEDULES stage_map default_chunks",
-        ".schedule.actions": "stages_in Op Action Schedule gpipe one_f_one_b interleaved zb_h1 zb_interleaved "
-        "split_and_defer_weight_grads forward_only forwards_over",
+        ".schedule.actions": "stages_in Op Action Schedule",
+        ".schedule.gpipe_1f1b_zb_h1": "gpipe one_f_one_b interleaved zb_h1 zb_interleaved split_and_defer_weight_grads "
+        "forward_only forwards_over",
         ".schedule.zb_v": "zb_v",
         ".schedule.lower": "add_transfers add_reduce check_rendezvous partner DIRECTION_OF",
         ".schedule.simulate": (

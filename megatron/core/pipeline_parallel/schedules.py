@@ -35,7 +35,8 @@ from megatron.core.parallel.rank_grid import Axis
 from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep
 from megatron.core.pipeline_parallel.loss_func_results import LossTotals, keep_reports
-from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, forwards_over, stages_in
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, stages_in
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import forwards_over
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_inputs

@@ -18,15 +18,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.pipeline_parallel.loss_func_results import parse_loss_tuple
-from megatron.core.pipeline_parallel.schedule.actions import (
-    Action,
-    Op,
-    forward_only,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    stages_in,
-)
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, stages_in
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import forward_only, gpipe, interleaved, one_f_one_b
 from megatron.core.pipeline_parallel.schedule.lower import add_transfers
 from megatron.core.pipeline_parallel.schedule.simulate import show_around
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline

@@ -11,7 +11,7 @@ from tiny_run import pieces_of_chunks, put_together
 import pretrain_gpt
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel import SCHEDULES
-from megatron.core.pipeline_parallel.schedule.actions import split_and_defer_weight_grads
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import split_and_defer_weight_grads
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule

@@ -20,15 +20,12 @@ from schedules import (
 )
 
 from megatron.core.pipeline_parallel.schedule import lower as lower_module
-from megatron.core.pipeline_parallel.schedule.actions import (
-    COMPUTE,
-    Action,
-    Op,
+from megatron.core.pipeline_parallel.schedule.actions import COMPUTE, Action, Op, stages_in
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
-    stages_in,
     zb_h1,
 )
 from megatron.core.pipeline_parallel.schedule.lower import (

@@ -14,9 +14,8 @@ from schedules import CHUNKED, COSTS, FLAT, assert_lists, parse, refusal, sizes_
 from megatron.core import pipeline_parallel
 from megatron.core.parallel.stage_to_rank import loop, v_shape
 from megatron.core.pipeline_parallel.schedule import actions as schedule_module
-from megatron.core.pipeline_parallel.schedule.actions import (
-    Action,
-    Op,
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (
     forward_only,
     gpipe,
     interleaved,

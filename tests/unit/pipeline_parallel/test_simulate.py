@@ -7,7 +7,14 @@ import pytest
 from said import tells
 from schedules import COVERING, FLAT, costs, parse, refusal
 
-from megatron.core.pipeline_parallel.schedule.actions import Op, forward_only, gpipe, interleaved, one_f_one_b, zb_h1
+from megatron.core.pipeline_parallel.schedule.actions import Op
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+)
 from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks, missing_or_surplus_actions
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_bytes, show_around, simulate

@@ -7,7 +7,8 @@ from said import tells
 from schedules import COSTS, MICROBATCHES, assert_lists, costs, refusal
 
 from megatron.core.parallel.stage_to_rank import StageMap
-from megatron.core.pipeline_parallel.schedule.actions import Op, one_f_one_b, stages_in, zb_h1, zb_interleaved
+from megatron.core.pipeline_parallel.schedule.actions import Op, stages_in
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import one_f_one_b, zb_h1, zb_interleaved
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.schedule.simulate import bubble, peak_live
 from megatron.core.pipeline_parallel.schedule.zb_v import zb_v

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.pipeline_parallel.schedule.actions import one_f_one_b
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import one_f_one_b
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers, check_rendezvous
 from megatron.core.pipeline_parallel.schedule.plot import plot_text
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES

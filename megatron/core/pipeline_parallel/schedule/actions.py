@@ -13,12 +13,11 @@ A schedule is the order of compute on each rank, and the stage map: a stage is o
 function, in a file here or in a script, and a line in `registry.SCHEDULES`.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict
 from enum import IntEnum, auto
 from typing import NamedTuple
 
-from megatron.core.parallel.stage_to_rank import StageMap, loop
+from megatron.core.parallel.stage_to_rank import StageMap
 
 
 class Op(IntEnum):
@@ -61,93 +60,6 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]  # [rank][position]
 
 
-def gpipe(p: int, m: int, v: int = 1) -> Schedule:
-    """GPipe: all forwards, then all backwards; m microbatches in flight on every rank (arXiv:1811.06965)."""
-    check_positive_sizes("gpipe", p, m, v, chunks=1)
-    return _alternate(p, m, 1, warmup=lambda rank: m)
-
-
-def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
-    """1F1B: one forward, one backward in turn, after a warm-up (PipeDream-Flush, arXiv:2104.04473, section 2.2.1).
-
-    The bubble of GPipe, but min(p - rank, m) microbatches in flight. The default.
-    """
-    check_positive_sizes("1f1b", p, m, v, chunks=1)
-    return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
-
-
-def interleaved(p: int, m: int, v: int) -> Schedule:
-    """Interleaved 1F1B over v chunks per rank (arXiv:2104.04473, section 2.2.2).
-
-    1/v of the bubble for v times the transfers. m must be a multiple of p. The first backward reaches `rank` after
-    microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the last rank and back, 2 * (p - rank - 1)
-    steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more microbatches in flight than
-    `one_f_one_b` for the same bubble.
-    """
-    _check_groups("interleaved", p, m, v, instead="1f1b")
-    return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
-
-
-def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
-    """ZB-H1: 1F1B whose weight gradients fill the bubble, with the memory of 1F1B (arXiv:2401.10241, section 2.2).
-
-    In 1F1B rank r has p - r microbatches in flight; a low rank idles most at the end of the step, a high rank at its
-    start. With memory for p microbatches, as rank 0 has, rank r can defer r of its W: the I come r * tW earlier, and W
-    fill the end. With p = 3, m = 4 and F, I, W of equal time:
-
-        rank 0 |F0F1F2    I0W0F3I1W1I2W2I3W3|
-        rank 1 |  F0F1  I0F2I1W0F3I2W1I3W2W3|
-        rank 2 |    F0I0F1I1F2I2W0F3I3W1W2W3|
-    """
-    check_positive_sizes("zb-h1", p, m, v, chunks=1)
-    return split_and_defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
-
-
-def zb_interleaved(p: int, m: int, v: int) -> Schedule:
-    """Interleaved 1F1B whose weight gradients fill the bubble as in ZB-H1: 1/v of ZB-H1's bubble.
-
-    It takes the memory of the interleaved schedule. m must be a multiple of p. Rank r has 2r microbatches less in
-    flight than rank 0, so it can defer r of its W.
-    """
-    _check_groups("zb-interleaved", p, m, v, instead="zb-v or zb-h1")
-    return split_and_defer_weight_grads(interleaved(p, m, v), delay=lambda rank: rank)
-
-
-def split_and_defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
-    """Return the schedule with each B split into I and W: a W follows the I of `delay(rank)` backwards later.
-
-    With delay 1 on this rank:   F0 B0 F1 B1 B2   ->   F0 I0 F1 I1 W0 I2 W1 W2
-
-    W run in the order of their I, so a stage's gradients are summed in the order of its microbatches, as by B.
-    """
-    split = []
-    for rank, actions in enumerate(schedule):
-        row: list[Action] = []
-        waiting: deque[Action] = deque()  # W whose I has run
-        for action in actions:
-            if action.op is not Op.B:
-                row.append(action)
-                continue
-            row.append(action.with_op(Op.I))
-            waiting.append(action.with_op(Op.W))
-            if len(waiting) > delay(rank):
-                row.append(waiting.popleft())
-        split.append(row + list(waiting))
-    return split
-
-
-def forward_only(p: int, m: int, v: int = 1) -> Schedule:
-    """Return the forwards of `interleaved`, or of 1F1B with v = 1, for evaluation; m need not be a multiple of p."""
-    check_positive_sizes("forward_only", p, m, v)
-    return forwards_over(loop(p, v), m)
-
-
-def forwards_over(stages: StageMap, m: int) -> Schedule:
-    """Return the forwards of m microbatches, for any stage map."""
-    ranks = range(len(set(stages.ranks)))
-    return [_in_groups(Op.F, stages.of_rank(rank), group=len(ranks), m=m) for rank in ranks]
-
-
 def dependencies(action: Action, num_stages: int) -> list[Action]:
     """Return the compute actions, on any rank, whose results a compute action needs.
 
@@ -183,35 +95,6 @@ def stages_in(schedule: Schedule) -> StageMap:
     return StageMap(tuple(ranks_of_stage[stage].pop() for stage in range(len(ranks_of_stage))))
 
 
-def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule:
-    """Return, for each rank, `warmup(rank)` forwards, then one forward and one backward in turn, then the rest."""
-    schedule = []
-    for rank in range(p):
-        stages = loop(p, v).of_rank(rank)
-        forwards = _in_groups(Op.F, stages, group=p, m=m)
-        backwards = _in_groups(Op.B, reversed(stages), group=p, m=m)
-        num_warmup = min(warmup(rank), len(forwards))
-        actions = forwards[:num_warmup]
-        for forward, backward in zip(forwards[num_warmup:], backwards):
-            actions += [forward, backward]
-        schedule.append(actions + backwards[len(forwards) - num_warmup :])
-    return schedule
-
-
-def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Action]:
-    """Return the actions of `group` microbatches through each of `stages` in turn, then those of the next group.
-
-    With stages 0 and 2, groups of 2 and m = 4:   F0.0 F0.1 F2.0 F2.1   F0.2 F0.3 F2.2 F2.3
-    """
-    stages = list(stages)
-    return [
-        Action(op, stage, microbatch)
-        for first in range(0, m, group)
-        for stage in stages
-        for microbatch in range(first, min(first + group, m))
-    ]
-
-
 def check_positive_sizes(name: str, p: int, m: int, v: int, *, chunks: int | None = None) -> None:
     """Raise ValueError for sizes below 1, and for other than `chunks` chunks per rank."""
     problems = []
@@ -232,13 +115,3 @@ def check_positive_sizes(name: str, p: int, m: int, v: int, *, chunks: int | Non
         )
     if problems:
         raise ValueError("\n".join(f"{name}: {problem}" for problem in problems))
-
-
-def _check_groups(name: str, p: int, m: int, v: int, *, instead: str) -> None:
-    """Raise ValueError unless the microbatches can pass a rank's chunks in groups of p."""
-    check_positive_sizes(name, p, m, v)
-    if m % p:
-        raise ValueError(
-            f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); use {instead}, or change "
-            "--global-batch-size"
-        )

@@ -15,14 +15,11 @@ from typing import Any
 
 from megatron.core.base.registry import Registry
 from megatron.core.parallel.stage_to_rank import StageMap
-from megatron.core.pipeline_parallel.schedule.actions import (
-    Action,
-    Op,
-    Schedule,
+from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, stages_in
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (
     gpipe,
     interleaved,
     one_f_one_b,
-    stages_in,
     zb_h1,
     zb_interleaved,
 )
