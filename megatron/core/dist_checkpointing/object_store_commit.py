@@ -86,9 +86,8 @@ def try_clear_leftover_objects(root: Path) -> list[str]:
     """Remove the leftovers of killed saves and removals; return problems for a warning."""
     try:
         names = file_layer.backend_of(root).names(root)
-        if (
-            manifest_format.LATEST + manifest_format.PARTIAL in names
-        ):  # a run writes it at its start, to see that it may write
+        # a run writes it at its start, to see that it may write
+        if manifest_format.LATEST + manifest_format.PARTIAL in names:
             file_layer.remove_if_there(root / (manifest_format.LATEST + manifest_format.PARTIAL))
     except OSError as error:
         return [f"{root} cannot be cleared of what killed saves left ({error})"]

@@ -275,9 +275,8 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: 
     _check_sizes(commit.rank_data_folder(partial), merged.files)
     manifest_format.check_complete(merged, partial, ONE_WRITER)
     text = manifest_format.to_json(merged)
-    manifest_format.parse_manifest(
-        text, partial / manifest_format.MANIFEST
-    )  # what cannot be read must not become the latest
+    # what cannot be read must not become the latest
+    manifest_format.parse_manifest(text, partial / manifest_format.MANIFEST)
 
     # write it; once it is on the disk, remove the ranks' manifests: two lists of the same pieces could disagree
     with _disk_errors_of(partial / manifest_format.MANIFEST):
