@@ -253,8 +253,9 @@ class _OverBlocks(torch.autograd.Function):
             return grad_kv.result
 
         grad_kv = ctx.transfer.backward(kv, visit)  # [2, b, s / c, groups, d]
-        # the sinks, log_sums, the result and its gradient suffice: no block of keys. Of this rank's rows alone, as the
-        # gradient of the bias: nothing here sums them over the ranks.
+        # The sinks, log_sums, the result and its gradient suffice: no block of keys. This gradient is of this rank's rows
+        # alone; data parallelism, whose ranks include this axis, sums that of the parameter. The bias has the rows of this
+        # rank alone, so its gradient is complete, and must not be summed over the ring.
         grad_sinks = None if sinks is None else inputs.grad_of_sinks(sinks)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
