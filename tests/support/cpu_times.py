@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,8 +36,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def _print_summary(path: str) -> None:
     by_file, by_test, cases = Counter(), Counter(), Counter()
-    for line in open(path, encoding="utf-8"):
-        seconds, _, name = line.rstrip("\n").partition(" ")
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        seconds, _, name = line.partition(" ")
         test = name.partition("[")[0]
         by_file[test.partition("::")[0]] += float(seconds)
         by_test[test] += float(seconds)
