@@ -14,7 +14,7 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_plan import overlaps
-from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
+from megatron.core.distributed.contiguous_buffers import ParamBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
@@ -366,6 +366,7 @@ def train_rank(
         known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, _gradient, {"sums": tiny.buffers}))
     tiny.finish_param_gather()
     passing = [buffer for buffer in tiny.buffers if buffer.stage == 3]
+    passing += [buffer for chunk in tiny.model for buffer in chunk.frozen_buffers]
     known["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": passing})
     known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
     tiny.close()
@@ -373,17 +374,18 @@ def train_rank(
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+    # not zeros_like: with ZeRO 3 a frozen parameter is away
+    return parameter.main_grad if parameter.requires_grad else torch.zeros(parameter.shape, dtype=parameter.dtype)
 
 
 def pieces_of_chunks(
-    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, shards: dict[str, list[ParamAndGradBuffer]]
+    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, shards: dict[str, list[ParamBuffer]]
 ) -> list[tuple]:
     return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of, shards)]
 
 
 def my_pieces(
-    module: nn.Module, mesh: Mesh, tensor_of, shards: dict[str, list[ParamAndGradBuffer]] | None = None
+    module: nn.Module, mesh: Mesh, tensor_of, shards: dict[str, list[ParamBuffer]] | None = None
 ) -> list[tuple]:
     """(name, whole shape, box, values) of everything that this rank speaks for.
 

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.replace_parallel_linears import replace_linea
 from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)
+AHEAD = DataParallelConfig(zero_stage=3, overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS = {
     "tp sp pp": Layout(tp=2, sp=True, pp=2, m=4),
     "tp zb": Layout(tp=2, pp=2, m=4, schedule="zb-h1"),
@@ -33,8 +34,27 @@ LAYOUTS = {
     "cp zero 1": Layout(cp=2, dp=2, m=2, data_parallel=ZERO(zero_stage=1)),
     "zero 2 selective": Layout(tp=2, dp=2, m=2, recompute="selective", data_parallel=ZERO(zero_stage=2)),
     "zero 3": Layout(dp=2, m=3, data_parallel=DataParallelConfig(zero_stage=3)),
-    "zero 3 sp": Layout(
-        tp=2, sp=True, dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3, overlap_param_gather=True)
+    "zero 3 sp": Layout(tp=2, sp=True, dp=2, m=2, data_parallel=AHEAD),
+    "zero 3 zb": Layout(tp=2, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=AHEAD),
+    "zero 3 vpp recomputed": Layout(
+        pp=2,
+        v=2,
+        dp=2,
+        m=2,
+        schedule="interleaved",
+        recompute="uniform 1",
+        data_parallel=DataParallelConfig(zero_stage=3),
+    ),
+    "zero 3 cp recomputed": Layout(cp=2, dp=2, m=2, recompute="uniform 2", data_parallel=AHEAD),
+    "zero 3 selective": Layout(tp=2, dp=2, m=2, recompute="all parts", data_parallel=DataParallelConfig(zero_stage=3)),
+    "zero 3 zb-v": Layout(pp=2, dp=2, m=2, schedule="zb-v", v=2, data_parallel=AHEAD),
+    "zero 3 hybrid": Layout(
+        tp=2,
+        dp=4,
+        m=1,
+        data_parallel=DataParallelConfig(
+            zero_stage=3, num_distributed_optimizer_instances=2, outer_dp_sharding_strategy="optim"
+        ),
     ),
 }
 
