@@ -34,6 +34,8 @@ ONE_IN = {
     "ranks/ops/test_aux_losses.py::test_every_layout_trains_as_one_process": 4,
     "ranks/models/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,
     "ranks/dist_checkpointing/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 6,
+    "ranks/distributed/test_frozen_weights.py::test_a_unit_is_gathered_around_its_uses_and_is_alone": 3,
+    "ranks/distributed/test_frozen_weights.py::test_gradients_are_those_of_one_process": 5,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_a_step_sends_what_the_formula_says": 7,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_equal_one_process": 36,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_load_into_any_layout": 3,

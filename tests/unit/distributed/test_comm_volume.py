@@ -39,6 +39,12 @@ def test_bytes_follow_the_types():
     }
 
 
+def test_frozen_elements_are_gathered_in_stage_3_alone():
+    frozen = BufferSizes(1000, shared_numel=100, param_bytes=2, sum_bytes=0, sent_bytes=0, is_frozen=True)
+    sent = [step_comm_volume(frozen, stage, inner=2, outer=2, microbatches=3) for stage in range(4)]
+    assert sent == [{}, {}, {}, {("all_gather", "shard"): 3 * (2000 + 100) * 2 / 2}]
+
+
 def test_the_line_marks_the_chosen_stage():
     sizes = {"inner": 2, "microbatches": 2}
     line = comm_volume_by_stage_line([ONE, ONE], 1, outer=1, divides_outer=False, **sizes)
