@@ -144,6 +144,7 @@ class Subject:
     forward_step: Callable
     sample: Callable[[int, Texts], dict[str, Tensor]]
     uncut: Collection[str] = ("documents",)  # of a sample: what each rank that has a part of it needs whole
+    tokens: int = 1  # of a sample, by which auxiliary losses are weighed
 
 
 GPT = Subject(lambda config, **parts: GPTModel(config, positions=SEQ, **parts), forward_step, sample)
@@ -249,7 +250,8 @@ class TinyTrainer:
     ):
         """kind: of the optimizer, in place of FlatOptimizer. frozen: as `build_chunks` is given."""
         self.mesh, self.config, self.global_batch, self.texts, self.subject = mesh, config, global_batch, texts, subject
-        self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m), TrainState()
+        tokens = max(subject.tokens // layout.cp, 1)
+        self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m, tokens), TrainState()
         self.offload_store = make_offload_store(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
         optimizer = optimizer or OptimizerConfig()
         full_matrix_params = partial(optimizer.full_matrix_params, group_of=group_of)
@@ -406,7 +408,7 @@ def my_pieces(
     for name, p, owned in module.owned_by_rank:
         shape, placement = tuple(p.shape), p.placement
         if name not in held:
-            if mesh["dp_cp"].is_first:
+            if mesh.grad_axes(placement.reduce_over).reduce.is_first:
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
             continue
         slot, shard, buffer = held[name]
