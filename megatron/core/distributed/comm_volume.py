@@ -32,6 +32,8 @@ class BufferSizes:
     sent_bytes: int  # of a gradient as it is sent
     sums_wide: bool = False  # gradients are sent in `sent_bytes` and added up in `sum_bytes`
     is_frozen: bool = False  # no gradients, and no updates
+    # ranks of a group that has all shards, and such groups; None: those of the call. Experts have other ranks.
+    ranks: tuple[int, int] | None = None
 
 
 CommVolume = dict[tuple[str, str], float]  # (collective, field of `GradAxes`) -> bytes that a rank sends in a step
@@ -87,8 +89,9 @@ def comm_volume_by_stage_line(
     for name, row_stage, row_divides in rows:
         sent = 0.0
         for sizes in buffers:
+            own_inner, own_outer = sizes.ranks or (inner, outer)
             volume = step_comm_volume(
-                sizes, row_stage, inner=inner, outer=outer, microbatches=microbatches, divides_outer=row_divides
+                sizes, row_stage, inner=own_inner, outer=own_outer, microbatches=microbatches, divides_outer=row_divides
             )
             sent += sum(volume.values())
         is_chosen = (row_stage, row_divides) == (stage, divides_outer)

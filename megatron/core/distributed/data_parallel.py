@@ -422,21 +422,28 @@ class DistributedDataParallel(DataParallelChunkInterface):
                     sum_bytes=buffer.master_dtype.itemsize,
                     sent_bytes=sent_dtype.itemsize,
                     sums_wide=self.settings.reduce_scatter_with_fp32_accumulation,
+                    ranks=self._group_sizes(buffer.plan.key),
                 )
             )
-        for dtype in {parameter.dtype: None for parameter in self._frozen.values()}:
-            frozen = [parameter for parameter in self._frozen.values() if parameter.dtype == dtype]
+        for key in dict.fromkeys(map(_frozen_buffer_key, self._frozen.values())):
+            frozen = [parameter for parameter in self._frozen.values() if _frozen_buffer_key(parameter) == key]
             result.append(
                 BufferSizes(
                     sum(parameter.numel() for parameter in frozen),
                     sum(parameter.numel() for parameter in frozen if is_tied(parameter)),
-                    param_bytes=dtype.itemsize,
+                    param_bytes=frozen[0].dtype.itemsize,
                     sum_bytes=0,
                     sent_bytes=0,
                     is_frozen=True,
+                    ranks=self._group_sizes(key),
                 )
             )
         return result
+
+    def _group_sizes(self, key: tuple) -> tuple[int, int]:
+        """Return (ranks that share one copy of the shards, such groups) of buffers with this key, in a sharding stage."""
+        axes = self.mesh.grad_axes(key[0], shards=True)
+        return axes.shard.size, axes.reduce.size // axes.shard.size
 
     def _sum_partial(self, axis_name: str) -> None:
         """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads).
