@@ -4,13 +4,14 @@ import ast
 import importlib.util
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from covering import Combined, covering
 from local_ranks import run_ranks
 from measured_memory import SMALL
 from same_code import ROOT
@@ -151,12 +152,89 @@ LAYOUTS = [
     Layout(pp=2, v=2, dp=2, ep=2, m=2, schedule="zb-v", data_parallel=zero(2), recompute="selective"),
     Layout(tp=2, pp=2, dp=2, ep=2, m=2, schedule="zb-h1", data_parallel=zero(2), delayed=True),
 ]
-# zb-v ties no embedding, as llama's are not
+# zb-v is run with llama, whose embeddings are not tied
 CASES = [(layout, list(MODELS)[(i + (layout.schedule == "zb-v")) % 2]) for i, layout in enumerate(LAYOUTS)]
+
+PIPELINES = {
+    "alone": {},
+    "1f1b": {"pp": 2},
+    "vpp": {"pp": 2, "v": 2, "schedule": "interleaved"},
+    "zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "zb-v": {"pp": 2, "v": 2, "schedule": "zb-v"},
+}
+DIMENSIONS = {
+    "tp": (1, 2),
+    "sp": (False, True),
+    "pipeline": tuple(PIPELINES),
+    "cp": (1, 2),
+    "dp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "etp": (None, 1, 2),
+    "stage": (0, 1, 2, 3),
+    "groups": (1, 2),
+    "recompute": ("none", "uniform 1", "selective", "all parts"),
+    "delayed": (False, True),
+    "model": tuple(MODELS),
+}
+
+
+@dataclass(frozen=True)
+class Case(Combined):
+    """One choice of each dimension, in the order of DIMENSIONS."""
+
+    tp: int
+    sp: bool
+    pipeline: str
+    cp: int
+    dp: int
+    ep: int
+    etp: int | None
+    stage: int
+    groups: int  # of ranks that have all shards
+    recompute: str
+    delayed: bool
+    model: str
+
+    @property
+    def layout(self) -> Layout:
+        config = zero(self.stage, num_distributed_optimizer_instances=self.groups)
+        same = {name: getattr(self, name) for name in ("tp", "sp", "cp", "dp", "ep", "etp", "recompute", "delayed")}
+        return Layout(**same, **PIPELINES[self.pipeline], m=2, data_parallel=config)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * PIPELINES[self.pipeline].get("pp", 1)
+
+    @property
+    def can_be(self) -> bool:
+        of_experts = self.ep * (self.etp or self.tp) * self.groups
+        return (
+            self.ranks <= 16
+            and self.tp * self.cp * self.dp % of_experts == 0
+            and not (self.sp and self.tp == 1)
+            and not (self.groups > 1 and (self.stage == 0 or self.dp == 1))
+            and not (self.pipeline == "zb-v" and self.model == "gpt2")
+        )
+
+
+@cache
+def covering_cases() -> tuple[Case, ...]:
+    """Cases in which every two choices that can stand together do."""
+    plain = Case(1, False, "alone", 1, 1, 1, None, 1, 1, "none", False, "llama")
+    seeds = [replace(plain, tp=tp, sp=tp > 1, dp=dp, cp=cp) for tp in (1, 2) for dp in (1, 2, 4) for cp in (1, 2)]
+    return covering(Case, DIMENSIONS, 2, seeds=[asdict(seed) for seed in seeds])
+
+
+COVERING = [
+    pytest.param(case.layout, case.model, id=f"{i}-{case.layout}-{case.model}", marks=pytest.mark.sweep)
+    for i, case in enumerate(covering_cases())
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"), CASES, ids=[f"{layout}-zero{layout.data_parallel.stage}-{model}" for layout, model in CASES]
+    ("layout", "model"),
+    [pytest.param(layout, model, id=f"{layout}-zero{layout.data_parallel.stage}-{model}") for layout, model in CASES]
+    + COVERING,
 )
 def test_every_layout_trains_as_one_process(layout: Layout, model: str):
     got, biases, _ = outcome(MODELS[model], layout)
