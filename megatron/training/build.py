@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from megatron.core.datasets.data_loader import batches
 from megatron.core.datasets.index_map import requested_samples
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.enums import ModelType
+from megatron.core.models.common.model_rules import no_experts
 from megatron.core.ops.aux_losses import declared_aux_losses
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_schedule
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
-from megatron.core.parallel.rank_grid import Axis
+from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
 from megatron.training.checkpointing.module_buffers import remember_and_warn_of_extra_states
@@ -49,6 +50,9 @@ def build_chunks(
         modules = make_chunks(model_provider, runtime)
     if problems := name_problems(modules, runtime.mesh["pp"], runtime.device.torch_device):
         raise ConfigError(problems)
+    ep = runtime.mesh["ep"].size
+    if ep > 1 and not has_experts(modules.values(), runtime.mesh["pp"], runtime.device.torch_device):
+        raise ConfigError(no_experts(ep))
 
     # check that the training state fits into memory before the values take any
     check_capacity(runtime, modules.values(), room, forecast)
@@ -77,6 +81,12 @@ def refuse_together(runtime: Runtime) -> Iterator[None]:
     with collectives.raise_together(runtime.mesh["world"], runtime.device.torch_device):
         if problem is not None:
             raise problem
+
+
+def has_experts(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> bool:
+    """Return whether a stage of the pipeline has parameters of experts. Every rank of pp must call."""
+    found = any(p.placement.reduce_over == EXPERT_DATA_PARALLEL for chunk in chunks for p in chunk.parameters())
+    return bool(collectives.all_reduce(torch.tensor([int(found)], device=device), pp, "max").item())
 
 
 def name_problems(chunks: dict[int, nn.Module], pp: Axis, device: torch.device | str) -> list[str]:

@@ -139,6 +139,7 @@ def initialize_megatron(
         context_parallel_size=config.parallel.context_parallel_size,
         hierarchical_context_parallel_sizes=config.parallel.hierarchical_context_parallel_sizes,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.parallel.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=config.data_parallel.num_distributed_optimizer_instances,
         ranks_per_kv_head=config.transformer.ranks_per_kv_head(config.parallel.tensor_model_parallel_size),
         distributed_timeout_minutes=config.device.distributed_timeout_minutes,
@@ -355,7 +356,8 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
             )
 
     # the Hugging Face configuration, and the model's own rules
-    problems = problems + hf_config_problems(config, rules) + rules.problems(config, tokenizer)
+    problems = problems + hf_config_problems(config, rules) + rules.expert_problems(config)
+    problems += rules.problems(config, tokenizer)
     return problems, tokenizer
 
 

@@ -182,10 +182,18 @@ def test_a_description_leads_to_text_and_on_to_a_longer_context(folder: Path):
 
 
 def test_the_fork_of_the_page_trains(folder: Path):
-    (command,) = shown_in("docs/adding_a_model.md", but=("python tools/",))
+    (command, _) = shown_in("docs/adding_a_model.md", but=("python tools/",))
     said = bash(command, folder)
     (ten, first), (twenty, second) = re.findall(r"iteration +(\d+)/ +20 .*lm loss: (\S+) .*restart loss: ", said)
     assert (ten, twenty) == ("10", "20") and float(second) < float(first) and "branch_scale" in said
+
+
+def test_the_experts_of_the_page_train(folder: Path):
+    """Two expert-parallel ranks that have the parts of two tensor-parallel ones."""
+    (_, command) = shown_in("docs/adding_a_model.md", but=("python tools/",))
+    said = bash(command, folder)
+    (ten, first), (twenty, second) = re.findall(r"iteration +(\d+)/ +20 .*lm loss: (\S+) .*load balance: ", said)
+    assert (ten, twenty) == ("10", "20") and float(second) < float(first)
 
 
 def test_the_quickstart_leads_from_nothing_to_a_sample(folder: Path):

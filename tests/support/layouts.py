@@ -20,6 +20,8 @@ class Layout:
     cp: int = 1
     cp_types: tuple[str, ...] = ("p2p",)
     cp_heads: int = 1  # of a2a+p2p: neighbours that exchange heads
+    ep: int = 1  # of experts; etp: None: tp
+    etp: int | None = None
     m: int = 1  # microbatches of one rank and step
     v: int = 1  # model chunks of each pipeline rank
     first: int | None = None  # layers of the first stage, where stages differ
@@ -38,6 +40,8 @@ class Layout:
         parts = [f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}-m{self.m}"]
         parts += (
             ["cp" + str(self.cp) + "-" + "-".join(self.cp_types)] * (self.cp > 1)
+            + [f"ep{self.ep}"] * (self.ep > 1)
+            + [f"etp{self.etp}"] * (self.etp is not None)
             + [f"v{self.v}"] * (self.v > 1)
             + [self.schedule] * (self.schedule != "1f1b")
         )
@@ -62,7 +66,7 @@ class Layout:
         return f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}{chunks}".split()
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int | None]:
         """Of the axes, as `run_ranks` takes them."""
         replicas = self.data_parallel.num_distributed_optimizer_instances
         return {
@@ -71,6 +75,8 @@ class Layout:
             "dp": self.dp,
             "cp": self.cp,
             "cp_heads": self.cp_heads,
+            "ep": self.ep,
+            "etp": self.etp,
             "replicas": replicas,
         }
 

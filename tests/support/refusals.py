@@ -27,7 +27,17 @@ REFUSALS = {
     "renamed": (1, MOCK + "--batch-size 4", "--batch-size --micro-batch-size"),
     "not built": (1, MOCK + "--use-megatron-fsdp", "--use-megatron-fsdp --zero-stage 3"),
     "experts": (1, MOCK + "--num-experts 8", "--num-experts"),
-    "expert parallel": (2, MOCK + "--expert-model-parallel-size 2", "--expert-model-parallel-size 2 1"),
+    "expert parallel": (2, MOCK + "--expert-model-parallel-size 2", "--expert-model-parallel-size 2 1 --num-experts"),
+    "expert ranks": (
+        2,
+        MOCK + "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+        "4 expert-tensor-parallel-size (2) expert-model-parallel-size (2)",
+    ),
+    "experts in fixed order": (
+        2,
+        MOCK + "--expert-tensor-parallel-size 2 --fixed-order-grad-reduce",
+        "--fixed-order-grad-reduce --expert-tensor-parallel-size 2",
+    ),
     "flag of a T5": (1, MOCK + "--no-scale-decoder-outputs", "--no-scale-decoder-outputs pretrain_t5.py"),
     "chunks of a sequence": (
         2,

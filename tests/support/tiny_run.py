@@ -14,7 +14,7 @@ from local_ranks import run_ranks
 from torch import Tensor, nn
 
 from megatron.core.distributed.buffer_plan import overlaps
-from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
+from megatron.core.distributed.contiguous_buffers import ParamBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
@@ -144,6 +144,7 @@ class Subject:
     forward_step: Callable
     sample: Callable[[int, Texts], dict[str, Tensor]]
     uncut: Collection[str] = ("documents",)  # of a sample: what each rank that has a part of it needs whole
+    tokens: int = 1  # of a sample, by which auxiliary losses are weighed
 
 
 GPT = Subject(lambda config, **parts: GPTModel(config, positions=SEQ, **parts), forward_step, sample)
@@ -249,7 +250,8 @@ class TinyTrainer:
     ):
         """kind: of the optimizer, in place of FlatOptimizer. frozen: as `build_chunks` is given."""
         self.mesh, self.config, self.global_batch, self.texts, self.subject = mesh, config, global_batch, texts, subject
-        self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m), TrainState()
+        tokens = max(subject.tokens // layout.cp, 1)
+        self.batch, self.state = BatchShape(global_batch // layout.dp // layout.m, layout.m, tokens), TrainState()
         self.offload_store = make_offload_store(layout.offload, mesh["world"].rank, torch.device("cpu"), block=4096)
         optimizer = optimizer or OptimizerConfig()
         full_matrix_params = partial(optimizer.full_matrix_params, group_of=group_of)
@@ -366,6 +368,7 @@ def train_rank(
         known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, _gradient, {"sums": tiny.buffers}))
     tiny.finish_param_gather()
     passing = [buffer for buffer in tiny.buffers if buffer.stage == 3]
+    passing += [buffer for chunk in tiny.model for buffer in chunk.frozen_buffers]
     known["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": passing})
     known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
     tiny.close()
@@ -373,17 +376,18 @@ def train_rank(
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+    # not zeros_like: with ZeRO 3 a frozen parameter is away
+    return parameter.main_grad if parameter.requires_grad else torch.zeros(parameter.shape, dtype=parameter.dtype)
 
 
 def pieces_of_chunks(
-    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, shards: dict[str, list[ParamAndGradBuffer]]
+    chunks: dict[int, DistributedDataParallel], mesh: Mesh, tensor_of, shards: dict[str, list[ParamBuffer]]
 ) -> list[tuple]:
     return [piece for chunk in chunks.values() for piece in my_pieces(chunk.module, mesh, tensor_of, shards)]
 
 
 def my_pieces(
-    module: nn.Module, mesh: Mesh, tensor_of, shards: dict[str, list[ParamAndGradBuffer]] | None = None
+    module: nn.Module, mesh: Mesh, tensor_of, shards: dict[str, list[ParamBuffer]] | None = None
 ) -> list[tuple]:
     """(name, whole shape, box, values) of everything that this rank speaks for.
 
@@ -404,7 +408,7 @@ def my_pieces(
     for name, p, owned in module.owned_by_rank:
         shape, placement = tuple(p.shape), p.placement
         if name not in held:
-            if mesh["dp_cp"].is_first:
+            if mesh.grad_axes(placement.reduce_over).reduce.is_first:
                 result += [(name, placement.shape, box, tensor_of(p)[slices(local)].clone()) for box, local in owned]
             continue
         slot, shard, buffer = held[name]

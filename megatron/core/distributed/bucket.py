@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.collective_order_check import CollectiveOrderCheck
-from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
-from megatron.core.distributed.param_grad_state import ParamGradSink
+from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, ParamBuffer
+from megatron.core.distributed.param_grad_state import ParamGradSink, place_in_bucket
 from megatron.core.distributed.released_tensor_guards import (
     AllGatherPendingParameter,
     LazyZeroGradient,
@@ -53,52 +53,137 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import to_device
 
 
-class Bucket:
-    """Bucket `number` of a buffer. All ranks of the buffer's axes must make the same calls in the same order.
+class ParamBucket:
+    """Bucket `number` of a buffer. By itself it holds frozen parameters of stage 3.
 
-    It does not decide when: the strategies of `zero.py` call it. order: checks that the ranks agree, in stages 2 and 3.
+    All ranks of the buffer's axes must make the same calls in the same order. It does not decide when: the strategies of
+    `zero_reduce_and_gather.py` call it. order: checks that the ranks agree, in stages 2 and 3.
+    """
+
+    def __init__(self, buffer: ParamBuffer, number: int, order: CollectiveOrderCheck | None = None):
+        self.buffer = buffer
+        self.plan = buffer.plan.buckets[number]
+        self._parameters = [buffer.parameters[name] for name in self.plan.names]
+        for parameter in self._parameters:
+            place_in_bucket(parameter).bucket = self
+        self._order = order
+
+        # this rank's shard, flat, and all elements: a releasable buffer; None: they are a part of the buffer, and resident
+        self._span = slice(self.plan.start, self.plan.stop)
+        part = collectives.local_slice(self.plan.stop - self.plan.start, buffer.axes.shard)
+        self._shard_run = self.plan.start + part.start, self.plan.start + part.stop
+        self.param_shard = buffer.param_shard.at(*self._shard_run)
+        self._params = buffer.params_of[number] if buffer.params_of else None
+        if self._params is not None:
+            set_residency_class(ReleasedParameter, self._parameters)
+        buffer.buckets.append(self)
+
+        # collectives and reads in flight
+        self._gathering: AsyncHandle[Tensor] | None = None
+        self._reading: AsyncHandle[Tensor] | None = None
+
+    def _record_collective(self, verb: str) -> None:
+        """Record a collective that a branch on data could keep other ranks from making."""
+        if self._order is not None:
+            others = len(self.plan.names) - 1
+            more = f" and {others} more" if others else ""
+            self._order.record(f"{verb} of {self.plan.names[0]}{more}")
+
+    # ---------------------------------------------------------------- parameters, in the order of their use
+
+    def read_ahead(self) -> None:
+        """Start reading the own shard from its tier (stage 3). A gather must follow before the next update."""
+        if self._reading is None and self._gathering is None and not self._params.is_open:
+            self._reading = start_reading(self.param_shard)
+
+    @memory_kind("communication")
+    def start_gather(self) -> None:
+        """Start the all-gather of the parameters, unless they are resident or in flight."""
+        if self._gathering is not None or (self._params is not None and self._params.is_open):
+            return
+        shard_axis = self.buffer.axes.shard
+        if self._params is not None:
+            # stage 3: from the shard's storage into memory that is allocated now
+            self._record_collective("gathers the parameters")
+            reading = self._reading or start_reading(self.param_shard)
+            self._reading = None
+            own_shard = to_device(reading.wait(), self.buffer.device)  # [shard]
+            out = self._params.open()  # [bucket]
+            # Communication over one rank does nothing, not even a copy.
+            if shard_axis.size == 1:
+                out.copy_(own_shard)
+            self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
+        elif shard_axis.size > 1:
+            # stages 1 and 2: in place
+            own_shard = self.param_shard.clone()  # the input of an all-gather may not overlap its output
+            out = self.buffer.params.data[self._span]  # [bucket]
+            self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
+            # A forward that uses one outside its module, where no hook waits, waits by its class.
+            set_residency_class(AllGatherPendingParameter, self._parameters)
+
+    @memory_kind("communication")
+    def finish_gather(self) -> None:
+        """Wait until all parameters are resident."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            set_residency_class(nn.Parameter, self._parameters)
+
+    def release_params(self) -> None:
+        """Release all but this rank's shard (stage 3)."""
+        self.finish_gather()
+        self._reading = None
+        if self._params is not None and self._params.is_open:
+            self._params.release()
+            set_residency_class(ReleasedParameter, self._parameters)
+
+    @memory_kind("communication")
+    def keep_values(self) -> None:
+        """Write the resident parameters, which a script has changed, into this rank's shard (stage 3)."""
+        if self._params is not None and self._params.is_open:
+            part = collectives.local_slice(self._params.data.numel(), self.buffer.axes.shard)
+            start_writing(self.param_shard, self._params.data[part].clone()).wait()
+
+    @memory_kind("communication")
+    def gather_updated(self) -> None:
+        """All-gather this rank's shard over `axes.outer` after an update, of which each rank has made a part."""
+        outer = self.buffer.axes.outer
+        owned = start_reading(self.param_shard[collectives.local_slice(self.param_shard.numel(), outer)]).wait()
+        owned = to_device(owned, self.buffer.device)  # [shard / outer.size]
+        if isinstance(self.param_shard, Tensor) and self.param_shard.device == self.buffer.device:
+            # Cloned: the input of an all-gather may not overlap its output.
+            collectives.start_all_gather(owned.clone(), outer, out=self.param_shard).wait()
+        else:
+            start_writing(self.param_shard, collectives.all_gather(owned, outer)).wait()
+
+
+class Bucket(ParamBucket):
+    """A bucket of trained parameters, with their gradients.
+
     With --grad-reduce-in-bf16 a bfloat16 copy of the gradients is sent, and the result is widened.
     """
 
+    buffer: ParamAndGradBuffer
+
     def __init__(self, buffer: ParamAndGradBuffer, number: int, order: CollectiveOrderCheck | None = None):
-        self.buffer = buffer
-        self.plan = buffer.plan.buckets[number]
-        self.sinks = [buffer.parameters[name].grad_sink for name in self.plan.names]
-        for sink in self.sinks:
-            sink.bucket = self
-        self._order = order
+        super().__init__(buffer, number, order)
+        self.sinks = [parameter.grad_sink for parameter in self._parameters]
 
         # counts of this step
         self.missing = 0  # parameters that have fewer gradients in this step than expected; `zero.py` counts
         self.is_written = False  # gradients were added since the last reduction; set by `zero.py`, in stages 2 and 3
 
-        # this rank's shard, flat
-        start = self.plan.start
-        stop = self.plan.stop
-        self._span = slice(start, stop)
-        part = collectives.local_slice(stop - start, buffer.axes.shard)
-        self.grad_shard = buffer.grad_shard.at(start + part.start, start + part.stop)
-        self.param_shard = buffer.param_shard.at(start + part.start, start + part.stop)
-
-        # all elements of the bucket: releasable buffers; None: they are a part of the buffer and stay resident. Gradients
-        # are releasable in stages 2 and 3, and lazily allocated ones: on a CPU where no other rank adds to them.
-        self._params = buffer.params_of[number] if buffer.params_of else None
+        # this rank's shard, flat, and all gradients: a releasable buffer; None: they are a part of the buffer and stay resident.
+        # They are releasable in stages 2 and 3, and lazily allocated ones: on a CPU where no other rank adds to them.
+        self.grad_shard = buffer.grad_shard.at(*self._shard_run)
         self._grads = buffer.grads_of[number] if buffer.grads_of else None
-        self._parameters = [sink.parameter for sink in self.sinks]
         self._main_grads = [parameter.main_grad for parameter in self._parameters]
         self._shards_grads = buffer.zero.shards_grads
         self._reduces_in_bf16 = buffer.config.grad_reduce_in_bf16 and buffer.axes.reduce.size > 1
         self._is_opened = False  # gradients were allocated in this step
-        buffer.buckets.append(self)
-        if self._params is not None:
-            set_residency_class(ReleasedParameter, self._parameters)
         if self._shards_grads:
             self._mark_grads_released()
-
-        # collectives and reads in flight
-        self._reducing: AsyncHandle[Tensor] | None = None
-        self._gathering: AsyncHandle[Tensor] | None = None
-        self._reading: AsyncHandle[Tensor] | None = None
+        self._reducing: AsyncHandle[Tensor] | None = None  # the reduction in flight
 
     # ---------------------------------------------------------------- gradients, in the order of a step
 
@@ -260,77 +345,3 @@ class Bucket:
             set_residency_class(LazyZeroGradient, self._main_grads)
         elif not self.buffer.poison:  # poisoned gradients read as NaN without a class
             set_residency_class(ReleasedGradient, self._main_grads)
-
-    def _record_collective(self, verb: str) -> None:
-        """Record a collective that a branch on data could keep other ranks from making."""
-        if self._order is not None:
-            others = len(self.plan.names) - 1
-            more = f" and {others} more" if others else ""
-            self._order.record(f"{verb} of {self.plan.names[0]}{more}")
-
-    # ---------------------------------------------------------------- parameters, in the order of their use
-
-    def read_ahead(self) -> None:
-        """Start reading the own shard from its tier (stage 3). A gather must follow before the next update."""
-        if self._reading is None and self._gathering is None and not self._params.is_open:
-            self._reading = start_reading(self.param_shard)
-
-    @memory_kind("communication")
-    def start_gather(self) -> None:
-        """Start the all-gather of the parameters, unless they are resident or in flight."""
-        if self._gathering is not None or (self._params is not None and self._params.is_open):
-            return
-        shard_axis = self.buffer.axes.shard
-        if self._params is not None:
-            # stage 3: from the shard's storage into memory that is allocated now
-            self._record_collective("gathers the parameters")
-            reading = self._reading or start_reading(self.param_shard)
-            self._reading = None
-            own_shard = to_device(reading.wait(), self.buffer.device)  # [shard]
-            out = self._params.open()  # [bucket]
-            # Communication over one rank does nothing, not even a copy.
-            if shard_axis.size == 1:
-                out.copy_(own_shard)
-            self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
-        elif shard_axis.size > 1:
-            # stages 1 and 2: in place
-            own_shard = self.param_shard.clone()  # the input of an all-gather may not overlap its output
-            out = self.buffer.params.data[self._span]  # [bucket]
-            self._gathering = collectives.start_all_gather(own_shard, shard_axis, out=out)
-            # A forward that uses one outside its module, where no hook waits, waits by its class.
-            set_residency_class(AllGatherPendingParameter, self._parameters)
-
-    @memory_kind("communication")
-    def finish_gather(self) -> None:
-        """Wait until all parameters are resident."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-            set_residency_class(nn.Parameter, self._parameters)
-
-    def release_params(self) -> None:
-        """Release all but this rank's shard (stage 3)."""
-        self.finish_gather()
-        self._reading = None
-        if self._params is not None and self._params.is_open:
-            self._params.release()
-            set_residency_class(ReleasedParameter, self._parameters)
-
-    @memory_kind("communication")
-    def keep_values(self) -> None:
-        """Write the resident parameters, which a script has changed, into this rank's shard (stage 3)."""
-        if self._params is not None and self._params.is_open:
-            part = collectives.local_slice(self._params.data.numel(), self.buffer.axes.shard)
-            start_writing(self.param_shard, self._params.data[part].clone()).wait()
-
-    @memory_kind("communication")
-    def gather_updated(self) -> None:
-        """All-gather this rank's shard over `axes.outer` after an update, of which each rank has made a part."""
-        outer = self.buffer.axes.outer
-        owned = start_reading(self.param_shard[collectives.local_slice(self.param_shard.numel(), outer)]).wait()
-        owned = to_device(owned, self.buffer.device)  # [shard / outer.size]
-        if isinstance(self.param_shard, Tensor) and self.param_shard.device == self.buffer.device:
-            # Cloned: the input of an all-gather may not overlap its output.
-            collectives.start_all_gather(owned.clone(), outer, out=self.param_shard).wait()
-        else:
-            start_writing(self.param_shard, collectives.all_gather(owned, outer)).wait()

@@ -10,6 +10,9 @@ bandwidth-optimal: they send (k - 1) / k of a tensor from each of k ranks, an al
     3                 m reduce-scatters of P, 2 m all-gathers of P         the same
     3, outer optim    the same as 3                                        a reduce-scatter and an all-gather of P / n
 
+Frozen parameters send nothing, but in stage 3 m all-gathers for the forwards, and m for the backwards of units through
+which a gradient passes. All of them are counted as such: an embedding below the first trained layer is not one.
+
 Sums of partial gradients over tensor-parallel ranks, and of an embedding that two pipeline stages share, are not
 counted: they are the same in every stage.
 """
@@ -28,6 +31,9 @@ class BufferSizes:
     sum_bytes: int  # of the sum of gradients that a rank stores
     sent_bytes: int  # of a gradient as it is sent
     sums_wide: bool = False  # gradients are sent in `sent_bytes` and added up in `sum_bytes`
+    is_frozen: bool = False  # no gradients, and no updates
+    # ranks of a group that has all shards, and such groups; None: those of the call. Experts have other ranks.
+    ranks: tuple[int, int] | None = None
 
 
 CommVolume = dict[tuple[str, str], float]  # (collective, field of `GradAxes`) -> bytes that a rank sends in a step
@@ -42,6 +48,9 @@ def step_comm_volume(
     """
     gradients = sizes.numel * sizes.sent_bytes
     parameters = sizes.numel * sizes.param_bytes
+    if sizes.is_frozen:
+        gathered = 2 * parameters + sizes.shared_numel * sizes.param_bytes if stage == 3 else 0
+        return _without_zeros({("all_gather", "shard"): _sent_share(inner) * gathered * microbatches})
     if stage == 0:
         return _without_zeros({("all_reduce", "reduce"): 2 * _sent_share(inner * outer) * gradients})
 
@@ -80,8 +89,9 @@ def comm_volume_by_stage_line(
     for name, row_stage, row_divides in rows:
         sent = 0.0
         for sizes in buffers:
+            own_inner, own_outer = sizes.ranks or (inner, outer)
             volume = step_comm_volume(
-                sizes, row_stage, inner=inner, outer=outer, microbatches=microbatches, divides_outer=row_divides
+                sizes, row_stage, inner=own_inner, outer=own_outer, microbatches=microbatches, divides_outer=row_divides
             )
             sent += sum(volume.values())
         is_chosen = (row_stage, row_divides) == (stage, divides_outer)

@@ -19,6 +19,10 @@ arXiv:1910.02054, section 5):
     3       releasable   releasable  shard                    m reduce-scatters, 2 m all-gathers
                                                               (`zero3_param_fetcher.py`)
 
+Frozen parameters (requires_grad False when the chunk is wrapped) have no gradients, no masters and no moments. In stage 3
+they are in shards as the others are, in buffers of their own: m all-gathers for the forwards, and m for the backwards of
+units through which a gradient passes. In other stages they stay whole, where they are.
+
 With copies of the shards (hybrid sharding, arXiv:2304.11277: `GradAxes.replica`), an all-reduce of the reduced shard is
 added. If masters and moments are sharded over those ranks as well (--outer-dp-sharding-strategy optim), a
 reduce-scatter and an all-gather are added instead.
@@ -34,16 +38,27 @@ from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.memory_category import memory_kind
-from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.bucket import Bucket, ParamBucket
 from megatron.core.distributed.buffer_plan import BucketSpec, ParamSpec, overlaps, plan_buffers
 from megatron.core.distributed.buffer_sync import BufferSync, ChangesAtStepEnd
 from megatron.core.distributed.collective_order_check import CollectiveOrderCheck
 from megatron.core.distributed.comm_volume import BufferSizes
-from megatron.core.distributed.contiguous_buffers import ACROSS_STAGES, ParamAndGradBuffer, grads_need_no_buffer
+from megatron.core.distributed.contiguous_buffers import (
+    ACROSS_STAGES,
+    ParamAndGradBuffer,
+    ParamBuffer,
+    grads_need_no_buffer,
+)
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.fixed_order_reduce import ReduceInMicrobatchOrder
 from megatron.core.distributed.grad_count import GradCounter
-from megatron.core.distributed.param_grad_state import ParamGradSink, declared_num_grads, is_tied
+from megatron.core.distributed.param_grad_state import (
+    ParamGradSink,
+    ParamInBucket,
+    declared_num_grads,
+    is_tied,
+    put_in_bucket,
+)
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
 from megatron.core.distributed.zero_reduce_and_gather import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
@@ -101,12 +116,16 @@ class DistributedDataParallel(DataParallelChunkInterface):
         self._weight_grads = weight_grads or WeightGradStore()
         module.register_load_state_dict_pre_hook(_refuse_other_tensors)
 
-        # every trained parameter gets a placement, a sink, and a hook for gradients that autograd leaves in `.grad`
+        # every parameter gets a placement; every trained one a sink, and a hook for gradients that autograd leaves in `.grad`
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        for name, parameter in trained.items():
+        self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
+        for parameter in (*trained.values(), *self._frozen.values()):
             if placement_of(parameter) is None:
                 parameter.placement = Placement(tuple(parameter.shape), init=None, replicated_over=("tp",))
-            set_grad_sink(parameter, ParamGradSink(name, parameter))
+        for name, parameter in trained.items():
+            sink = ParamGradSink(name, parameter)
+            set_grad_sink(parameter, sink)
+            put_in_bucket(parameter, sink)
             parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
@@ -116,7 +135,7 @@ class DistributedDataParallel(DataParallelChunkInterface):
                 "stage 0"
             )
 
-        # the parameters move into buffers
+        # trained parameters move into buffers
         units = units_of(module)
         specs = [ParamSpec(n, p.numel(), _buffer_key(p), units[n], n in unsplit) for n, p in trained.items()]
         self.buffers = [
@@ -124,10 +143,21 @@ class DistributedDataParallel(DataParallelChunkInterface):
             for plan in plan_buffers(specs, bucket_spec_of=self._bucket_spec)
         ]
 
+        # so do frozen ones in stage 3; in other stages they stay as they are
+        self.frozen_buffers: list[ParamBuffer] = []
+        if zero.shards_params:
+            for name, parameter in self._frozen.items():
+                put_in_bucket(parameter, ParamInBucket(name, parameter))
+            specs = [ParamSpec(n, p.numel(), _frozen_buffer_key(p), units[n]) for n, p in self._frozen.items()]
+            self.frozen_buffers = [
+                ParamBuffer(plan, self._frozen, self._frozen_axes(plan.key), self.settings, offload_store)
+                for plan in plan_buffers(specs, bucket_spec_of=self._frozen_bucket_spec)
+            ]
+
         # With releasable gradients, all ranks of a shard axis must use the model in one order.
         self._orders: dict[Axis, CollectiveOrderCheck] = {}
         if zero.shards_grads:
-            for buffer in self.buffers:
+            for buffer in (*self.buffers, *self.frozen_buffers):
                 axis = buffer.axes.shard
                 at_once = self.settings.poison_released_buffers
                 self._orders[axis] = CollectiveOrderCheck(axis, buffer.device, at_once=at_once)
@@ -136,12 +166,16 @@ class DistributedDataParallel(DataParallelChunkInterface):
             for buffer in self.buffers
             for number in range(len(buffer.plan.buckets))
         ]
+        self._frozen_buckets = [
+            ParamBucket(buffer, number, self._orders.get(buffer.axes.shard))
+            for buffer in self.frozen_buffers
+            for number in range(len(buffer.plan.buckets))
+        ]
         self._choose_strategies()
 
         # what _check_parameters compares
         self._trained = list(trained.values())
         self._is_filled = False  # the gradients are in `.grad`
-        self._frozen = {name: p for name, p in module.named_parameters() if name not in trained}
         # Releasable parameters have no fixed memory; their class refuses an assignment to `.data`.
         lasting = () if zero.shards_params else trained.values()
         self._addresses = {p.grad_sink: p.data_ptr() for p in lasting}
@@ -162,6 +196,14 @@ class DistributedDataParallel(DataParallelChunkInterface):
         by_unit = self.settings.zero.shards_params or grads_need_no_buffer(axes, self.settings)
         return BucketSpec(self.settings.bucket_numel(axes.reduce.size), shards, by_unit=by_unit)
 
+    def _frozen_axes(self, key: tuple) -> GradAxes:
+        """Return the axes of the frozen buffer with this key. There is no state that `axes.outer` would divide."""
+        return self.mesh.grad_axes(key[0], shards=True)
+
+    def _frozen_bucket_spec(self, key: tuple) -> BucketSpec:
+        """Return how the frozen buffer with this key is cut into buckets and shards."""
+        return BucketSpec(shards=self._frozen_axes(key).shard.size, by_unit=True)
+
     def _choose_strategies(self) -> None:
         """Choose the gradient and parameter strategy of the ZeRO stage."""
         config = self.settings
@@ -170,7 +212,9 @@ class DistributedDataParallel(DataParallelChunkInterface):
 
         self._param_gather: ParamGather
         if config.zero.shards_params:
-            self._param_gather = ParamFetcher(self.module, buckets, counter, ahead=config.overlap_param_gather)
+            self._param_gather = ParamFetcher(
+                self.module, buckets, self._frozen_buckets, counter, ahead=config.overlap_param_gather
+            )
         else:
             self._param_gather = ParamGather(self.module, buckets, overlap=config.overlap_param_gather)
 
@@ -350,19 +394,19 @@ class DistributedDataParallel(DataParallelChunkInterface):
         self._param_gather.finish()
 
     def param_shards(self) -> dict[str, tuple[tuple[int, int], Stored]]:
-        """Return this rank's shard of every parameter in stage 3, else {}.
+        """Return this rank's shard of every parameter, trained or frozen, in stage 3, else {}.
 
         parameter name -> ((start, stop) in row-major order, its values, flat [stop - start], in memory or in a file)
         """
         return {
             param_range.name: (buffer.param_shard.elements(param_range), buffer.param_shard.values(param_range))
-            for buffer in self.buffers
+            for buffer in (*self.buffers, *self.frozen_buffers)
             if buffer.zero.shards_params
             for param_range in buffer.plan.param_ranges
         }
 
     def buffer_sizes(self) -> list[BufferSizes]:
-        """Return the sizes of each buffer, from which its communication volume follows."""
+        """Return the sizes of each buffer, from which its communication volume follows, and of all frozen parameters."""
         buckets_used_twice = [
             bucket for bucket in self._buckets if any(is_tied(sink.parameter) for sink in bucket.sinks)
         ]
@@ -378,9 +422,28 @@ class DistributedDataParallel(DataParallelChunkInterface):
                     sum_bytes=buffer.master_dtype.itemsize,
                     sent_bytes=sent_dtype.itemsize,
                     sums_wide=self.settings.reduce_scatter_with_fp32_accumulation,
+                    ranks=self._group_sizes(buffer.plan.key),
+                )
+            )
+        for key in dict.fromkeys(map(_frozen_buffer_key, self._frozen.values())):
+            frozen = [parameter for parameter in self._frozen.values() if _frozen_buffer_key(parameter) == key]
+            result.append(
+                BufferSizes(
+                    sum(parameter.numel() for parameter in frozen),
+                    sum(parameter.numel() for parameter in frozen if is_tied(parameter)),
+                    param_bytes=frozen[0].dtype.itemsize,
+                    sum_bytes=0,
+                    sent_bytes=0,
+                    is_frozen=True,
+                    ranks=self._group_sizes(key),
                 )
             )
         return result
+
+    def _group_sizes(self, key: tuple) -> tuple[int, int]:
+        """Return (ranks that share one copy of the shards, such groups) of buffers with this key, in a sharding stage."""
+        axes = self.mesh.grad_axes(key[0], shards=True)
+        return axes.shard.size, axes.reduce.size // axes.shard.size
 
     def _sum_partial(self, axis_name: str) -> None:
         """Sum partial gradients over the axis (norms under sequence parallelism, shared key/value heads).
@@ -437,6 +500,11 @@ def _buffer_key(parameter: nn.Parameter) -> tuple:
     """
     placement = parameter.placement
     return placement.reduce_over, parameter.dtype, ACROSS_STAGES in placement.partial_grad
+
+
+def _frozen_buffer_key(parameter: nn.Parameter) -> tuple:
+    """Return the key of a frozen parameter's buffer: it has no gradient that stages could share."""
+    return parameter.placement.reduce_over, parameter.dtype
 
 
 def _add_to_main_grad(parameter: nn.Parameter, gradient: Tensor) -> None:

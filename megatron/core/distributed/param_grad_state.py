@@ -1,6 +1,8 @@
 """`parameter.grad_sink`: the data-parallel state of a trained parameter, which takes its gradients.
 
-Four attributes beside it are public:
+`parameter.in_bucket` is the same object. In ZeRO stage 3 a frozen parameter is in a bucket too, and has no sink.
+
+Four attributes beside them are public:
 
 parameter.placement                 how the parameter is sharded; set by the layer that makes it
 parameter.main_grad                 where its gradient is accumulated, a view of a gradient buffer, of the parameter's
@@ -35,11 +37,20 @@ class GradReduceInterface:
 _NOT_REDUCED = GradReduceInterface()
 
 
-class ParamGradSink(GradSink):
-    """A parameter's place in a bucket, elements start .. stop, and the progress of its gradient in this step.
+class ParamInBucket:
+    """A parameter's place in a bucket: elements start .. stop. The parameter may have any shape."""
 
-    The parameter may have any shape. Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the
-    ZeRO stage (`zero_reduce_and_gather.py`).
+    def __init__(self, name: str, parameter: nn.Parameter):
+        self.name = name
+        self.parameter = parameter
+        self.start = self.stop = 0
+        self.bucket: Any = None  # a `ParamBucket`, which sets it
+
+
+class ParamGradSink(ParamInBucket, GradSink):
+    """The place of a trained parameter, and the progress of its gradient in this step.
+
+    Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the ZeRO stage (`zero_reduce_and_gather.py`).
 
     A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A sink
     whose first gradient came from a product in an earlier step therefore begins the next step unset:
@@ -50,10 +61,7 @@ class ParamGradSink(GradSink):
     """
 
     def __init__(self, name: str, parameter: nn.Parameter):
-        self.name = name
-        self.parameter = parameter
-        self.start = self.stop = 0
-        self.bucket: Any = None  # a `Bucket`, which sets it
+        super().__init__(name, parameter)
         self.reduce: GradReduceInterface = _NOT_REDUCED
         self.added = 0  # gradients in this step
         self.expected = 0  # the most gradients in an earlier step
@@ -114,6 +122,16 @@ def param_grad_sink_of(tensor: Tensor) -> ParamGradSink | None:
     sink = grad_sink_of(tensor)
     assert sink is None or isinstance(sink, ParamGradSink), type(sink)
     return sink
+
+
+def place_in_bucket(tensor: Tensor) -> ParamInBucket | None:
+    """Return the place of a parameter, of any shape, trained or frozen; None: it is in no bucket."""
+    return getattr(tensor, "in_bucket", None)
+
+
+def put_in_bucket(parameter: nn.Parameter, place: ParamInBucket) -> None:
+    """Set the place of a parameter, of any shape."""
+    parameter.in_bucket = place
 
 
 def declared_num_grads(parameter: nn.Parameter) -> int | None:

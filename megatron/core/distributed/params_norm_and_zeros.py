@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.offload.stored_tensor import read_parts
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -25,13 +26,13 @@ def owned_elements(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, values) of the parameters, or of the gradients in the buffers, that this rank owns.
 
-    Values are parts, flat [elements]; of a frozen parameter a box of its own number of dimensions. Over all ranks every
-    element is yielded once. No communication. Only elements that this rank updates are read, so a parameter all-gather
+    Values are parts, flat [elements]; of a frozen parameter in no buffer, a box of its own number of dimensions. Over all ranks
+    every element is yielded once. No communication. Only elements that this rank updates are read, so a parameter all-gather
     may be in flight.
     """
     for chunk in chunks:
-        # trained parameters, in buffers
-        for buffer in chunk.buffers:
+        # parameters in buffers: trained ones, and frozen ones of ZeRO stage 3
+        for buffer in chunk.buffers if grads else (*chunk.buffers, *chunk.frozen_buffers):
             if not buffer.axes.replica.is_first:
                 continue
             values = buffer.sums if grads else buffer.owned_params
@@ -45,9 +46,9 @@ def owned_elements(
                             yield param_range.name, part
         if grads:
             continue
-        # frozen parameters, which are in no buffer
+        # frozen parameters of other stages, which are in no buffer
         for name, parameter in chunk.module.named_parameters():
-            if parameter.requires_grad:
+            if place_in_bucket(parameter) is not None:
                 continue
             if mesh.grad_axes(parameter.placement.reduce_over).reduce.is_first:
                 for _, local in owned_pieces(parameter.placement, tuple(parameter.shape), mesh):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.ops.main_grad_interface import grad_sink_of
 
 # Functions and properties that work without the values.
@@ -130,8 +131,10 @@ def set_residency_class(kind: type, tensors: Iterable[Tensor]) -> None:
 
 
 def _name_of(tensors: list[Any]) -> str:
-    sink = grad_sink_of(tensors[0]) if tensors else None
-    return "a parameter" if sink is None else sink.name
+    if not tensors:
+        return "a parameter"
+    place = place_in_bucket(tensors[0]) or grad_sink_of(tensors[0])  # of a parameter, or of its main_grad
+    return "a parameter" if place is None else place.name
 
 
 def _needs_no_values(func: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.param_grad_state import ParamGradSink, param_grad_sink_of
+from megatron.core.distributed.param_grad_state import ParamGradSink, ParamInBucket, place_in_bucket
 from megatron.core.distributed.zero_init import shard_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -75,7 +75,8 @@ class FullParameters:
     def __init__(self, parameters: Iterable[Tensor], changed_on: tuple[Axis, int] | None = None):
         self._parameters = list(parameters)
         self._source = changed_on
-        rounded = [sink for sink in _sinks_of(self._parameters) if sink.bucket.buffer.is_half_precision]
+        trained = [place for place in _places_of(self._parameters) if isinstance(place, ParamGradSink)]
+        rounded = [sink for sink in trained if sink.bucket.buffer.is_half_precision]
         if changed_on is not None and rounded:
             raise ValueError(
                 f"{rounded[0].name} is a rounded copy of a float32 master weight: the next update would overwrite a "
@@ -83,7 +84,7 @@ class FullParameters:
             )
 
     def __enter__(self) -> None:
-        self._buckets = list(dict.fromkeys(sink.bucket for sink in _sinks_of(self._parameters)))
+        self._buckets = list(dict.fromkeys(place.bucket for place in _places_of(self._parameters)))
         for bucket in self._buckets:
             bucket.start_gather()
             bucket.finish_gather()
@@ -106,9 +107,9 @@ class FullParameters:
             shard.release()
 
 
-def _sinks_of(parameters: Iterable[Tensor]) -> list[ParamGradSink]:
-    sinks = [param_grad_sink_of(parameter) for parameter in parameters]
-    return [sink for sink in sinks if sink is not None]
+def _places_of(parameters: Iterable[Tensor]) -> list[ParamInBucket]:
+    places = [place_in_bucket(parameter) for parameter in parameters]
+    return [place for place in places if place is not None]
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:

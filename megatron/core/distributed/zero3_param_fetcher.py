@@ -21,6 +21,9 @@ output of it: the context's gradient is complete only when the backward of the f
 
 In a backward, a unit's parameters stay resident until their gradients are complete or deferred (zero-bubble schedules);
 where `grad_count.py` does not know yet how many gradients come, until the next forward or backward begins.
+Frozen parameters get no gradient, but the gradient of the unit's input needs their values. They stay until the backward
+of an earlier unit begins: a backward takes the modules in the reverse order of the forward, so the unit's own is over
+then. Those of the first unit stay until the next forward or backward begins, or the step ends.
 Recomputation runs a forward inside a backward: its pre-hook gathers what is not resident, and that backward releases.
 
 Three things follow for modules. A unit must return a tensor of its own: its backward begins with the gradient of that
@@ -32,13 +35,14 @@ children, or pass them to a module (otherwise `released_tensor_guards.py` raises
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.bucket import Bucket, ParamBucket
 from megatron.core.distributed.grad_count import GradCounter
-from megatron.core.distributed.param_grad_state import param_grad_sink_of
+from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.distributed.zero_reduce_and_gather import ParamGather
 from megatron.core.ops.aux_losses import aux_losses_in
 
@@ -85,26 +89,48 @@ def _uses_its_parameters_itself(module: nn.Module) -> bool:
     return not any(True for child in module.children() for _ in child.parameters())
 
 
+class _Use:
+    """One forward of a unit. Times count the begins and ends of forwards."""
+
+    def __init__(self, begin: int):
+        self.begin = begin
+        self.end = begin
+
+
 class ParamFetcher(ParamGather):
     """Gathers and releases by hooks on the units of a chunk.
 
-    ahead: the next unit's all-gather is in flight while one computes.
+    frozen: the buckets of frozen parameters. ahead: the next unit's all-gather is in flight while one computes.
 
-    Two units may use one bucket (a shared parameter). Its gradients are complete only after the last of these units'
-    backwards, which is when `bucket_done` releases it, as every bucket. It may be released earlier as well, between two of
-    these backwards, but only when no unit whose backward has begun still needs it: `_in_use` lists those buckets by use, a
-    use being one forward of one unit.
+    No gradient tells when a frozen bucket may be released in a backward. Two units may use one bucket (a shared
+    parameter). Its gradients are complete only after the last of these units' backwards, which is when `bucket_done`
+    releases it, as every bucket. It may be released earlier as well, between two of these backwards, but only when no unit
+    whose backward has begun still needs it. `_in_use` lists both kinds of buckets by use, a use being one forward of one
+    unit.
     """
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], counter: GradCounter, *, ahead: bool):
-        super().__init__(module, buckets, overlap=False)
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        frozen: Sequence[ParamBucket],
+        counter: GradCounter,
+        *,
+        ahead: bool,
+    ):
+        super().__init__(module, (*buckets, *frozen), overlap=False)
+        self._frozen = set(frozen)
         self._ahead = ahead
         self._counter = counter
         self._in_backward = False
-        self._needs: dict[str, list[Bucket]] = {}  # the buckets of each unit's last forward
+        self._needs: dict[str, list[ParamBucket]] = {}  # the buckets of each unit's last forward
         self._versions: dict[str, dict[int, int]] = {}  # versions of the inputs of each unit's last use, by id
-        self._in_use: dict[object, list[Bucket]] = {}  # shared buckets, by the use whose backward has begun
+        self._last_use: dict[str, _Use] = {}  # of each unit
+        self._time = 0  # of uses
+        # shared and frozen buckets, by the use whose backward has begun
+        self._in_use: dict[_Use, list[ParamBucket]] = {}
         self._order: list[str] = []  # units in the order of their first use; a second use prefetches, too
+        self._has_backward: set[str] = set()  # units through which a gradient passes
 
         # the auxiliary losses that units add are outputs of theirs too
         self._aux_losses = aux_losses_in(module)
@@ -112,16 +138,16 @@ class ParamFetcher(ParamGather):
 
         # the buckets of each unit
         unit_of_module = _units_of_modules(module)
-        buckets_of: dict[str, list[Bucket]] = {unit: [] for unit in units_of(module).values()}
+        buckets_of: dict[str, list[ParamBucket]] = {unit: [] for unit in units_of(module).values()}
         for name, submodule in module.named_modules():
             unit = unit_of_module[name]
             if _uses_its_parameters_itself(submodule):
                 # perhaps without parameters of its own: it may be passed a tied embedding
                 buckets_of.setdefault(unit, [])
             for parameter in submodule.parameters(recurse=False):  # two modules may hold one parameter
-                sink = param_grad_sink_of(parameter)
-                if sink is not None:
-                    buckets_of[unit].append(sink.bucket)
+                place = place_in_bucket(parameter)
+                if place is not None:
+                    buckets_of[unit].append(place.bucket)
         # Buckets that several units own. A tied embedding that is passed as an input has one owner, so its bucket stays
         # resident from the output layer's backward to the embedding's.
         num_units = Counter(bucket for own in buckets_of.values() for bucket in set(own))
@@ -162,7 +188,7 @@ class ParamFetcher(ParamGather):
             bucket.release_params()
 
     def _before_forward(
-        self, unit: str, own: list[Bucket], _: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
+        self, unit: str, own: list[ParamBucket], _: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
     ) -> None:
         """Forward pre-hook: gather the unit's own buckets, and those of parameters that it is passed as inputs.
 
@@ -170,16 +196,19 @@ class ParamFetcher(ParamGather):
         """
         passed = []
         for x in (*inputs, *named_inputs.values()):
-            sink = param_grad_sink_of(x)
-            if sink is not None:
-                passed.append(sink.bucket)
+            place = place_in_bucket(x)
+            if place is not None:
+                passed.append(place.bucket)
         if not any(aux_losses.collected for aux_losses in self._aux_losses):
             self._claimed.clear()  # a new forward of the chunk, whose layers have added none yet
         self._needs[unit] = list(dict.fromkeys((*own, *passed)))
         if self._needs[unit]:
             self._fetch(unit, +1)
         for bucket in self._needs[unit]:
-            self._counter.enter(bucket)  # which ignores a recomputation
+            if bucket not in self._frozen:
+                self._counter.enter(bucket)  # which ignores a recomputation
+        self._time += 1
+        self._last_use[unit] = _Use(self._time)
         # `_after_forward` tells by the version an input that was changed in place from one that is returned as it came.
         # Numbers, not tensors: a recomputation may stop in the middle of a forward, and would keep them alive.
         self._versions[unit] = {id(x): x._version for x in _tensors((inputs, named_inputs)) if x.requires_grad}
@@ -192,21 +221,26 @@ class ParamFetcher(ParamGather):
         Where nothing needs a gradient, as in validation, no hook is set. Raises RuntimeError if the output has tensors
         that need a gradient, and all of these came in as inputs unchanged, though the unit has parameters.
         """
-        shared = [bucket for bucket in self._needs[unit] if bucket in self._shared]
-        use = object()
+        needs = self._needs[unit]
+        shared = [bucket for bucket in needs if bucket in self._shared]
+        without_end = [bucket for bucket in needs if bucket in self._shared or bucket in self._frozen]
+        self._time += 1
+        use = self._last_use[unit]
+        use.end = self._time
 
         def begin_backward(_: Tensor) -> None:  # of several outputs the first to get its gradient gathers
-            self._in_use[use] = shared
+            self._end_uses_after(use, needs)
+            self._in_use[use] = without_end
             self._fetch(unit, -1)
 
-        if self._needs[unit]:
+        if needs:
             outputs = [x for x in _tensors(output) if x.requires_grad]
             # an input that was changed in place is the unit's own output
             versions = self._versions[unit]
             own_outputs = [x for x in outputs if versions.get(id(x)) != x._version]
             # so is an auxiliary loss that its forward added: its gradient may come first
             own_outputs += [x for x in self._new_aux_values() if x.requires_grad]
-            if outputs and not own_outputs:
+            if outputs and not own_outputs and not self._frozen.issuperset(needs):
                 raise RuntimeError(
                     f"{unit or 'the model'} ({type(submodule).__name__}) has parameters, but returned nothing but "
                     "tensors that it was given: ZeRO stage 3 gathers a module's parameters for its backward when the "
@@ -216,6 +250,8 @@ class ParamFetcher(ParamGather):
             for x in own_outputs:
                 # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters.
                 x.register_hook(begin_backward)
+            if own_outputs:
+                self._has_backward.add(unit)
 
         sources = [x for x in _tensors((inputs, named_inputs)) if x.grad_fn is not None]
         if shared and len(sources) == 1 and _uses_its_parameters_itself(submodule):
@@ -223,12 +259,12 @@ class ParamFetcher(ParamGather):
             # backward already, when the gradient of its input is there, it takes no memory while other units compute.
             # Only for a module whose children have no parameters, with one input that autograd computed: of several
             # inputs nobody knows whose gradient is the last. Elsewhere the bucket waits for `bucket_done`.
-            sources[0].register_hook(lambda _: self._release_unused(self._in_use.pop(use, ())))
+            sources[0].register_hook(lambda _: self._end_use(use, shared))
 
         # In a recomputation, the backward that follows needs them. In a forward, a shared bucket is released as well: the
         # unit that needs it next gathers it again.
         if not self._in_backward:
-            for bucket in self._needs[unit]:
+            for bucket in needs:
                 bucket.release_params()
 
     def _new_aux_values(self) -> list[Tensor]:
@@ -238,13 +274,29 @@ class ParamFetcher(ParamGather):
         self._claimed.update(map(id, new))
         return new
 
-    def _release_unused(self, shared: Sequence[Bucket]) -> None:
-        """Release those of the shared buckets that are not in `_in_use`.
+    def _end_use(self, use: _Use, shared: Sequence[ParamBucket]) -> None:
+        """Release the shared buckets of a use whose backward has just ended."""
+        if use in self._in_use:
+            self._in_use[use] = [bucket for bucket in self._in_use[use] if bucket not in shared]
+            self._release_unused(shared)
 
-        shared: those of a use whose backward has just ended. A use whose backward has not begun yet does not keep a
-        bucket: it gathers it again. One whose end no hook reports keeps it, until `bucket_done`.
+    def _end_uses_after(self, use: _Use, needs: Sequence[ParamBucket]) -> None:
+        """Release what uses needed whose forward began after that of `use` ended, except `needs`.
+
+        The backward of `use` begins, so theirs are over: autograd runs the nodes that are ready in the reverse order of
+        their creation.
         """
-        for bucket in shared:
+        for later in [other for other in self._in_use if other.begin > use.end]:
+            done = self._in_use.pop(later)
+            self._release_unused([bucket for bucket in done if bucket not in needs])
+
+    def _release_unused(self, buckets: Sequence[ParamBucket]) -> None:
+        """Release those of the buckets that are not in `_in_use`.
+
+        A use whose backward has not begun yet does not keep a bucket: it gathers it again. One whose end no hook reports
+        keeps it, until a use before it begins its backward, or until `bucket_done`.
+        """
+        for bucket in buckets:
             if not any(bucket in others for others in self._in_use.values()):
                 bucket.release_params()
 
@@ -269,14 +321,21 @@ class ParamFetcher(ParamGather):
         # there is no prefetch; also not inside a recomputed group of layers, where the next unit would be right.
         if self._in_backward and direction > 0:
             return
-        following = self._order.index(unit) + direction
-        if self._ahead and 0 <= following < len(self._order):
-            for bucket in self._needs[self._order[following]]:
+        following = self._units_after(unit, direction)
+        if self._ahead and following:
+            for bucket in self._needs[following.pop(0)]:
                 bucket.start_gather()  # waited for in that unit's own `_fetch`
-            following += direction
-        if 0 <= following < len(self._order):
-            for bucket in self._needs[self._order[following]]:
+        if following:
+            for bucket in self._needs[following[0]]:
                 bucket.read_ahead()
+
+    def _units_after(self, unit: str, direction: int) -> list[str]:
+        """Return the next two units, or fewer. In a backward, direction -1, those without a backward are left out."""
+        place = self._order.index(unit)
+        if direction > 0:
+            return self._order[place + 1 : place + 3]
+        found = (other for other in reversed(self._order[:place]) if other in self._has_backward)
+        return list(islice(found, 2))
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -4,8 +4,9 @@ Such a function computes with no tensor, since a mode is off inside the function
 """
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 T = TypeVar("T")
@@ -19,6 +20,15 @@ def blocks_to_compute(blocks: Iterable[T], size: Callable[[T], int]) -> Iterable
     size: elements of a block.
     """
     return blocks
+
+
+@overridable
+def row_counts(counts: Tensor, total: int) -> Any:
+    """Return numbers of rows, int64 of any shape, as nested lists. They wait for the device, and add up to `total`.
+
+    A mode without values spreads `total` rows evenly.
+    """
+    return counts.tolist()
 
 
 @overridable

@@ -32,6 +32,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     num_distributed_optimizer_instances: int = 1,
     ranks_per_kv_head: int = 1,
     distributed_timeout_minutes: int = 30,
@@ -51,6 +52,8 @@ def initialize_model_parallel(
         pp   [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]
     Neighbouring ranks share a node, so the axis with the most traffic varies fastest.
 
+    Experts have axes of their own over the ranks of a pipeline stage (`AxisSizes`): ep, etp and edp. expert_tensor_parallel_size:
+    default the tensor size.
     stages: default a loop of virtual_pipeline_model_parallel_size chunks per rank.
     get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and last.
     get_position_embedding_ranks: the same for the position embedding; default the first.
@@ -69,6 +72,7 @@ def initialize_model_parallel(
         context_parallel_size=context_parallel_size,
         hierarchical_context_parallel_sizes=cp_sizes,
         expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
     )
     if not dist.is_initialized() and launched_world_size() > 1:
         raise RuntimeError(
@@ -149,7 +153,6 @@ def torch_group(name: str) -> Any:
 
 # Megatron's other arguments, mostly of communicators -> the values that change nothing here.
 _IGNORED_VALUES = {
-    "expert_tensor_parallel_size": (None, 1),
     "pipeline_model_parallel_split_rank": (None,),
     "pipeline_model_parallel_comm_backend": (None,),
     "nccl_communicator_config_path": (None,),

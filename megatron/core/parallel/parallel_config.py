@@ -37,7 +37,14 @@ class ParallelConfig(FlagConfig):
         "two numbers for --cp-comm-type a2a+p2p: how many neighbouring ranks exchange heads, and how many such "
         "groups form the ring; their product is --context-parallel-size",
     )
-    expert_model_parallel_size: int = option(1, "expert-parallel ranks, which shard the experts")
+    expert_model_parallel_size: Count = option(
+        1,
+        "expert-parallel ranks, among which the experts of a script's model are distributed; they are ranks of a pipeline "
+        "stage that are data-, context- or tensor-parallel elsewhere",
+    )
+    expert_tensor_parallel_size: Count | None = option(
+        None, "ranks that shard each expert of a script's model; default: --tensor-model-parallel-size"
+    )
     num_layers_per_virtual_pipeline_stage: Count | None = option(
         None,
         "layers per model chunk, for the schedules interleaved and zb-interleaved; zb-v always has 2 chunks per rank",
@@ -74,9 +81,6 @@ class ParallelConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        if self.expert_model_parallel_size != 1:  # `AxisSizes` has it, no layer does yet
-            size = self.expert_model_parallel_size
-            yield f"--expert-model-parallel-size is {size}, but expert parallelism is not built yet; use 1"
         parts = self.hierarchical_context_parallel_sizes
         if parts is not None and (len(parts) != 2 or min(parts) < 1 or prod(parts) != self.context_parallel_size):
             yield (
@@ -127,6 +131,7 @@ class ParallelConfig(FlagConfig):
             cp=self.context_parallel_size,
             cp_heads=(self.hierarchical_context_parallel_sizes or [1])[0],
             ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
             replicas=replicas,
             order=order or self.order,
         )

@@ -95,9 +95,9 @@ def normal_box(shape: tuple[int, ...], box: Box, std: float, seed: int, name: st
 def xavier_box(shape: tuple[int, ...], box: Box, seed: int, name: str) -> Tensor:
     """Return the box drawn by Xavier's rule for the whole matrix, float32, on the CPU: [shape of the box].
 
-    Arguments as of `normal_box`.
+    Of more than two dimensions the last two are the matrices. Arguments as of `normal_box`.
     """
-    bound = (6 / sum(shape)) ** 0.5
+    bound = (6 / sum(shape[-2:])) ** 0.5
     return _drawn_box(torch.rand, shape, box, seed, name).mul_(2 * bound).sub_(bound)
 
 
@@ -118,10 +118,14 @@ def _drawn_box(draw: Callable[..., Tensor], shape: tuple[int, ...], box: Box, se
 
 
 def _tiles_overlapping(shape: tuple[int, ...], box: Box) -> list[Box]:
-    """Return the tiles of `shape` that share an element with `box`."""
-    starts = [range(start - start % TILE, stop, TILE) for start, stop in box]
+    """Return the tiles of `shape` that share an element with `box`.
+
+    A tile of stacked matrices, as of experts, is in one matrix: a rank that has some of them draws no others.
+    """
+    sizes = [1] * max(0, len(shape) - 2) + [TILE] * min(2, len(shape))
+    starts = [range(start - start % size, stop, size) for (start, stop), size in zip(box, sizes)]
     tiles = []
     for corner in product(*starts):
-        tile = tuple((start, start + TILE) for start in corner)
+        tile = tuple((start, start + size) for start, size in zip(corner, sizes))
         tiles.append(intersect(tile, whole(shape)))
     return tiles

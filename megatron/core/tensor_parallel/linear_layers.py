@@ -10,6 +10,7 @@ Column-parallel followed by row-parallel needs one collective each way:
     parallelism         reduce-scatter of Z               reduce-scatter of dX
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -86,19 +87,19 @@ class TensorParallel:
         """
         return linear(x, weight, store=self.weight_grads, matmul=self.matmul, state=state)
 
-    def parameter(self, local_shape: tuple[int, ...], placement: Placement) -> nn.Parameter:
+    def parameter(self, local_shape: tuple[int, ...], placement: Placement, axes: Sequence[Axis] = ()) -> nn.Parameter:
         """Make a parameter of `local_shape` with its placement and this rank's part of its initial value.
 
         The whole tensor has the same values in every layout. local_shape: of this rank's shard; the placement
         has the full shape. The seed comes from torch's generator, so every rank must make the same parameters in
-        the same order.
+        the same order. axes: those besides `axis` that shard it, as of experts.
         """
         parameter = nn.Parameter(torch.empty(local_shape, dtype=self.dtype, device=self.device))
         parameter.placement = placement
         if self.fills:
             needs_seed = not isinstance(placement.init, Constant | None)
             seed = draw_parameter_seed() if needs_seed else 0
-            initialize_parameter(parameter, seed, "", {self.axis.name: self.axis})
+            initialize_parameter(parameter, seed, "", {axis.name: axis for axis in (self.axis, *axes)})
         return parameter
 
     def replicated(self, shape: tuple[int, ...], init: InitialValue, *, partial: bool | None = None) -> nn.Parameter:

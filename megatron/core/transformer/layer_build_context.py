@@ -27,6 +27,21 @@ from megatron.core.transformer.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
+class ExpertParallel:
+    """The ranks among which the experts of a layer are distributed; together they have one copy of all experts.
+
+    ep: each rank has an equal share of the experts. etp: the ranks of one share; each has a part of every expert in it.
+    ep_etp: both, etp varying fastest. These are ranks of one pipeline stage, which hold different tokens where
+    sequences are sharded over the tensor-parallel ranks, and a parameter of experts has a copy for each rank of "edp":
+    Placement(shape, init, shard={"ep": 0, "etp": 1}, reduce_over=EXPERT_DATA_PARALLEL).
+    """
+
+    ep: Axis = Axis("ep", (0,), 0)
+    etp: Axis = Axis("etp", (0,), 0)
+    ep_etp: Axis = Axis("ep_etp", (0,), 0)
+
+
+@dataclass(frozen=True)
 class LayerContext:
     """The axes, dtype, device and dropout keys of a model chunk, built once and passed to all of its layers.
 
@@ -41,6 +56,7 @@ class LayerContext:
     # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
     aux_losses: AuxLosses = field(default_factory=AuxLosses, compare=False)  # that the chunk's layers add
+    experts: ExpertParallel = ExpertParallel()  # the ranks that share experts
 
     @classmethod
     def from_mesh(
@@ -62,7 +78,15 @@ class LayerContext:
         """
         tp = TensorParallel(mesh["tp"], dtype=dtype, kv=mesh["kv"], **tensor_parallel_fields)
         cp = ContextParallel(mesh["cp"], cp_types, longest, heads=mesh["cp_heads"], ring=mesh["cp_ring"])
-        return cls(tp, keys or SampleDropoutKeys(0), mesh["embd"], offload_store, cp, restarts_positions)
+        return cls(
+            tp,
+            keys or SampleDropoutKeys(0),
+            mesh["embd"],
+            offload_store,
+            cp,
+            restarts_positions,
+            experts=ExpertParallel(mesh["ep"], mesh["etp"], mesh["ep_etp"]),
+        )
 
     def with_matmul_backend(self, backend: MatmulBackend) -> "LayerContext":
         """Return this context with other products in all linear layers and the output layer of what is built with it.

@@ -566,8 +566,8 @@ REFUSED = by_flag(
     OtherFlags(
         "mixtures of experts are not built yet; leave it out",
         switches=("--moe-use-upcycling",),
-        values={"--num-experts": "N", "--expert-tensor-parallel-size": "N"},
-        harmless={"--num-experts": ("0", "1"), "--expert-tensor-parallel-size": ("1",)},
+        values={"--num-experts": "N"},
+        harmless={"--num-experts": ("0", "1")},
     ),
     OtherFlags(_BERT, switches=("--output-bert-embeddings",), values={"--bert-load": "DIR", "--ict-load": "DIR"}),
     OtherFlags(

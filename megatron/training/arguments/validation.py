@@ -26,6 +26,7 @@ def check(config: Config, world_size: int) -> None:
         _model_problems,
         _optimizer_problems,
         _batch_problems,
+        _expert_problems,
         _unit_problems,
         _schedule_problems,
         _checkpoint_problems,
@@ -344,6 +345,18 @@ def _layer_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _expert_problems(config: Config, _: int) -> Iterator[str]:
+    """Yield what cannot be done with experts that are sharded over other ranks than the other layers."""
+    parallel = config.parallel
+    size = parallel.expert_model_parallel_size
+    sharded = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    if config.data_parallel.fixed_order_grad_reduce and (size, sharded) != (1, parallel.tensor_model_parallel_size):
+        yield (
+            f"--fixed-order-grad-reduce is not built for experts on other ranks than the other layers "
+            f"(--expert-model-parallel-size {size}, --expert-tensor-parallel-size {sharded}); leave it out"
+        )
+
+
 def _batch_problems(config: Config, world_size: int) -> list[str]:
     """Return the sizes of ranks, chunks and batch that do not divide.
 
@@ -355,7 +368,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
 
     # ranks and chunks
     try:
-        parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances)
+        parallel.sizes(world_size, config.data_parallel.num_distributed_optimizer_instances).expert()
     except ConfigError as error:
         return error.problems
     try:

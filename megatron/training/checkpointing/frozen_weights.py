@@ -15,11 +15,13 @@ from torch import Tensor
 
 from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing.local_tensor import LocalTensor, placed_tensor
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.boxes import Box, slices
+from megatron.core.sharding.boxes import Box
 from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.global_vars import print_rank_0
@@ -46,18 +48,16 @@ def frozen_state(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> dict
     """Return the number of frozen elements of the whole model, and their hash. One all-reduce; every rank must call."""
     elements = 0
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for chunk in chunks:
-        for name, parameter in chunk.module.named_parameters():
-            if parameter.requires_grad:
-                continue
-            local = placed_tensor(parameter.data, parameter.placement, mesh)
-            if not local.is_writer:
-                continue
-            of_name = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True) | 1
-            for global_box, local_box in local.pieces:
-                piece = parameter.data[slices(local_box)]
-                elements += piece.numel()
-                total += of_name * _sum_of_bits(piece, global_box, local.shape)
+    frozen = frozen_names(chunks)
+    for name, local in sharded_model_state(chunks, mesh).items():
+        if name not in frozen or not local.is_writer:
+            continue
+        hashed_name = hashlib.sha256(name.removeprefix(_MODEL).encode()).digest()
+        of_name = int.from_bytes(hashed_name[:8], "little", signed=True) | 1
+        for box, local_box in local.pieces:
+            piece = start_reading(local.region((box, local_box))).wait()  # [size of the box]
+            elements += piece.numel()
+            total += of_name * _sum_of_bits(piece, box, local.shape).to(device)
     counts = collectives.all_reduce(torch.stack((torch.tensor(elements, device=device), total)), mesh["world"])
     count, value = counts.tolist()
     return {"elements": count, "hash": f"{value % 2**64:016x}"}

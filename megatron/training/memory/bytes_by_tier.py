@@ -8,7 +8,7 @@ from megatron.core.offload.offload_fraction import SLICE, SLICES_IN_FLIGHT
 
 @dataclass(frozen=True)
 class Element:
-    """Bytes of each kind for one trained element."""
+    """Bytes of each kind for one element."""
 
     parameter: int
     gradient: int  # as a rank accumulates it
@@ -35,6 +35,11 @@ class Element:
             master = full
         return cls(parameter, gradient or full, full, master, full * moments)
 
+    @classmethod
+    def frozen(cls, parameter: int) -> "Element":
+        """Return the bytes of an element that is not trained. parameter: bytes in the model's precision."""
+        return cls(parameter, gradient=0, summed=0, master=0, moments=0)
+
 
 def bytes_by_tier(
     numel: int,
@@ -47,7 +52,7 @@ def bytes_by_tier(
     fraction: float = 1.0,
     offload_params: bool = False,
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes by tier and kind of `numel` trained elements, without alignment and gathered parameters.
+    """Return the bytes by tier and kind of `numel` elements, without alignment and gathered parameters.
 
     {"device": {"parameters": .., "gradients": ..}, "host": {"masters": .., "moments": .., "slices": ..}}
 

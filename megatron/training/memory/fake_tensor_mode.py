@@ -4,6 +4,7 @@
         x = torch.randn(4096, 12288)    made on torch's meta device
         x.device                        says cpu, so that code chooses the kernels of that device
         x.sum().item()                  0.0: every number that is read is 0, every condition is false
+    row_counts(counts, total)       as if rows were spread evenly
     blocks_to_compute(...)          the largest block alone (`core/ops/overridable_by_torch_function_mode.py`)
 
 `FakeGroup` takes the place of a process group, so no other rank is needed.
@@ -19,7 +20,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.ops.overridable_by_torch_function_mode import blocks_to_compute, checkpoint_determinism_check
+from megatron.core.ops.overridable_by_torch_function_mode import (
+    blocks_to_compute,
+    checkpoint_determinism_check,
+    row_counts,
+)
 
 META = torch.device("meta")
 
@@ -213,10 +218,18 @@ _ANSWERS: dict[Any, Callable] = {
 }
 _DECISIONS: dict[Any, Callable] = {
     # The largest block stands for all, since the memory of each is freed at its end.
+    row_counts: lambda counts, total: _even_row_counts(counts, total),
     blocks_to_compute: lambda blocks, size: sorted(blocks, key=size, reverse=True)[:1],
     checkpoint_determinism_check: lambda: "none",  # it compares devices, and those of shapes have two names
 }
 _DISTINCT = (Tensor.unique, torch.unique, Tensor.unique_consecutive)
+
+
+def _even_row_counts(counts: Tensor, total: int) -> Any:
+    """Return `total` rows spread evenly, in nested lists of the shape of `counts`; the first have those that are left."""
+    number = counts.numel()
+    even = torch.tensor([total // number + (i < total % number) for i in range(number)], device="cpu")  # [number]
+    return even.view(counts.shape).tolist()
 
 
 class DoneWork:

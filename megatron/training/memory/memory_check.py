@@ -34,7 +34,10 @@ _ADVICE = (
 
 
 def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
-    """Return the bytes of this rank's resident state, by tier and kind, once these model chunks are trained."""
+    """Return the bytes of this rank's resident state, by tier and kind, once these model chunks are trained.
+
+    Frozen parameters are a part of it, and have no gradients and no optimizer state.
+    """
     config = runtime.config
     data_parallel = config.data_parallel
     optimizer = config.optimizer
@@ -43,18 +46,18 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
     total: dict[str, Counter[str]] = defaultdict(Counter)
     for module in modules:
         for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            axes = runtime.mesh.grad_axes(
-                parameter.placement.reduce_over, shards=True, divides_outer=data_parallel.divides_over_outer
-            )
-            moments = optimizer.rule(group_of(name, parameter.placement).optimizer).states(optimizer)
-            element = Element.of(
-                parameter.element_size(),
-                len(moments),
-                gradient=2 if data_parallel.main_grads_dtype == "bf16" else None,
-                splits_masters=optimizer.reuse_fp32_param,
-            )
+            is_trained = parameter.requires_grad
+            divides_outer = is_trained and data_parallel.divides_over_outer
+            axes = runtime.mesh.grad_axes(parameter.placement.reduce_over, shards=True, divides_outer=divides_outer)
+            element = Element.frozen(parameter.element_size())
+            if is_trained:
+                moments = optimizer.rule(group_of(name, parameter.placement).optimizer).states(optimizer)
+                element = Element.of(
+                    parameter.element_size(),
+                    len(moments),
+                    gradient=2 if data_parallel.main_grads_dtype == "bf16" else None,
+                    splits_masters=optimizer.reuse_fp32_param,
+                )
             by_tier = bytes_by_tier(
                 parameter.numel(),
                 element,
@@ -101,18 +104,17 @@ def check_capacity(
     state_total = 0
     for kinds in state.values():
         state_total += sum(size for kind, size in kinds.items() if kind != "slices")
-    frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
     elements = sum(parameter.numel() for parameter in parameters)
     padding = elements - sum(_true_size(parameter, runtime.mesh) for parameter in parameters)
     padded = f" ({padding:,} of them pad the vocabulary)" if padding else ""
     print_rank_0(
-        f"building the model: {elements:,} parameters on this rank{padded}, {amount(state_total + frozen)} with gradients "
+        f"building the model: {elements:,} parameters on this rank{padded}, {amount(state_total)} with gradients "
         "and optimizer state"
     )
 
     # bytes needed in each tier, with offloaded activations
     needs = {tier: sum(kinds.values()) for tier, kinds in state.items()}
-    needs["device"] = needs.get("device", 0) + frozen
+    needs.setdefault("device", 0)
     if forecast is not None and runtime.config.transformer.cpu_offloading_num_layers > 0 and forecast.ranks:
         predicted = forecast.ranks[runtime.mesh["pp"].rank]
         for tier in ("host", "file"):

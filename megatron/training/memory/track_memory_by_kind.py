@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.base import memory_category
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
-from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.storage import resize_storage
@@ -104,17 +104,19 @@ class MemoryTracker(TorchDispatchMode):
     def assign_state(self, chunks: Iterable[DistributedDataParallel], optimizer: FlatOptimizer) -> None:
         """Count the resident state of model and optimizer by kind, and follow the buffers that their owners resize."""
         for chunk in chunks:
-            # parameters that were frozen when the chunk was wrapped: they are in no buffer
-            self.assign("parameters", (p for p in chunk.parameters() if grad_sink_of(p) is None))
-            for buffer in chunk.buffers:
-                # parameters: in one buffer, or with ZeRO 3 in shards
+            # parameters: in one buffer, or with ZeRO 3 in shards; before ZeRO 3 frozen ones are in no buffer
+            self.assign("parameters", (p for p in chunk.parameters() if place_in_bucket(p) is None))
+            for buffer in (*chunk.buffers, *chunk.frozen_buffers):
                 self.assign("parameters", [buffer.params.data] if buffer.params else buffer.owned_params.tensors)
+                for resized in buffer.params_of:  # memory of gathered parameters, which its owner resizes
+                    self._add(resized.data.untyped_storage(), "communication", keeps_kind=True)
+            for buffer in chunk.buffers:
                 # gradients: the buffer that backward adds to, and this rank's shard
                 self.assign("gradients", [buffer.grads.data] if buffer.grads else [])
                 self.assign("gradients", buffer.grad_shard.tensors)
-                # memory of gathered parameters and unreduced gradients, which its owner resizes
+                # memory of unreduced gradients, which its owner resizes
                 kind = "gradients" if buffer.grads_need_no_buffer else "communication"
-                for resized in (*buffer.params_of, *buffer.grads_of):
+                for resized in buffer.grads_of:
                     self._add(resized.data.untyped_storage(), kind, keeps_kind=True)
 
         # masters: a float32 parameter is its own; a split master shares the parameter's bytes and adds the residual

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buffer_plan import ParamRange
-from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
+from megatron.core.distributed.contiguous_buffers import ParamBuffer, Shard
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.offload.stored_tensor import Stored, read_parts
-from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.ops.tensor_hash import BLOCK_WORDS, block_hashes
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
@@ -72,17 +72,17 @@ class StateTensor(NamedTuple):
 def resident_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOptimizer) -> Iterator[StateTensor]:
     """Yield all that this rank keeps of weights, masters and moments, in memory or in files, each bit once.
 
-    Each is flat, [elements], but for a frozen parameter, which has its own shape. Nothing is communicated.
+    Each is flat, [elements], but for a frozen parameter in no buffer, which has its own shape. Nothing is communicated.
     """
-    # weights: in whole buffers, or with ZeRO 3 in shards; frozen ones are in no buffer
+    # weights: in whole buffers, or with ZeRO 3 in shards; frozen ones are in no buffer before ZeRO 3
     for chunk in chunks:
-        for buffer in chunk.buffers:
+        for buffer in (*chunk.buffers, *chunk.frozen_buffers):
             if buffer.params is not None:
                 yield StateTensor("weights", buffer.params.data, buffer.plan.param_ranges)
             else:
                 yield from _tensors_of_shard("weights", buffer.param_shard, buffer)
         for name, parameter in chunk.module.named_parameters():
-            if not parameter.requires_grad and grad_sink_of(parameter) is None:
+            if place_in_bucket(parameter) is None:
                 yield StateTensor("weights", parameter.data, [ParamRange(name, 0, parameter.numel())])
 
     # masters and moments; a float32 parameter is its own master
@@ -97,7 +97,7 @@ def resident_state(chunks: Sequence[DistributedDataParallel], optimizer: FlatOpt
             yield from _tensors_of_shard(kind, shards[number], buffer)
 
 
-def _tensors_of_shard(kind: str, shard: Shard, buffer: ParamAndGradBuffer) -> Iterator[StateTensor]:
+def _tensors_of_shard(kind: str, shard: Shard, buffer: ParamBuffer) -> Iterator[StateTensor]:
     for (start, _), values in zip(shard.runs, shard.tensors):
         yield StateTensor(kind, values, buffer.plan.param_ranges, start)
 

@@ -20,12 +20,14 @@ from whole_run import TINY
 import pretrain_gpt
 from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)
+AHEAD = DataParallelConfig(zero_stage=3, overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS = {
     "tp sp pp": Layout(tp=2, sp=True, pp=2, m=4),
     "tp zb": Layout(tp=2, pp=2, m=4, schedule="zb-h1"),
@@ -33,8 +35,27 @@ LAYOUTS = {
     "cp zero 1": Layout(cp=2, dp=2, m=2, data_parallel=ZERO(zero_stage=1)),
     "zero 2 selective": Layout(tp=2, dp=2, m=2, recompute="selective", data_parallel=ZERO(zero_stage=2)),
     "zero 3": Layout(dp=2, m=3, data_parallel=DataParallelConfig(zero_stage=3)),
-    "zero 3 sp": Layout(
-        tp=2, sp=True, dp=2, m=2, data_parallel=DataParallelConfig(zero_stage=3, overlap_param_gather=True)
+    "zero 3 sp": Layout(tp=2, sp=True, dp=2, m=2, data_parallel=AHEAD),
+    "zero 3 zb": Layout(tp=2, pp=2, dp=2, m=2, schedule="zb-h1", data_parallel=AHEAD),
+    "zero 3 vpp recomputed": Layout(
+        pp=2,
+        v=2,
+        dp=2,
+        m=2,
+        schedule="interleaved",
+        recompute="uniform 1",
+        data_parallel=DataParallelConfig(zero_stage=3),
+    ),
+    "zero 3 cp recomputed": Layout(cp=2, dp=2, m=2, recompute="uniform 2", data_parallel=AHEAD),
+    "zero 3 selective": Layout(tp=2, dp=2, m=2, recompute="all parts", data_parallel=DataParallelConfig(zero_stage=3)),
+    "zero 3 zb-v": Layout(pp=2, dp=2, m=2, schedule="zb-v", v=2, data_parallel=AHEAD),
+    "zero 3 hybrid": Layout(
+        tp=2,
+        dp=4,
+        m=1,
+        data_parallel=DataParallelConfig(
+            zero_stage=3, num_distributed_optimizer_instances=2, outer_dp_sharding_strategy="optim"
+        ),
     ),
 }
 
@@ -103,29 +124,38 @@ def _with_lora(model: nn.Module) -> nn.Module:
     return model
 
 
-FLAGS = " --num-layers 2 --hidden-size 8 --num-attention-heads 2 --override-opt_param-scheduler --lr-decay-iters 9 "
+# two samples a step, whatever the number of data-parallel ranks
+FLAGS = " --global-batch-size 2 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --override-opt_param-scheduler --lr-decay-iters 18 "
 
 
 def train(script, sizes: dict[str, int], flags: str) -> list[dict[str, torch.Tensor]]:
     def train_rank(mesh: Mesh) -> dict[str, torch.Tensor]:
         with trainer_of(script, mesh, " ".join(TINY) + FLAGS + flags, predicts=False) as trainer:
             trainer._train()
-            return {name: p.detach().clone() for chunk in trainer.model for name, p in chunk.module.named_parameters()}
+            return {name: p.clone() for chunk in trainer.model for name, p in full_state_dict(chunk.module).items()}
 
     return run_ranks(sizes, train_rank)
 
 
+RUNS = {  # sizes of the run that saves, with its flags
+    "tp 2": ({"tp": 2}, " --tensor-model-parallel-size 2"),
+    "zero 3": ({"dp": 2}, " --zero-stage 3 --overlap-param-gather --overlap-grad-reduce"),
+}
+
+
 @pytest.mark.full
-def test_a_run_begins_from_a_base_saves_resumes_to_the_bit_and_reshards(tmp_path):
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_begins_from_a_base_saves_resumes_to_the_bit_and_reshards(name: str, tmp_path):
+    """The other layout is one process at ZeRO 0."""
+    sizes, flags = RUNS[name]
     own = example("pretrain")
     parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
     script = SimpleNamespace(**vars(pretrain_gpt) | parts)
     train(pretrain_gpt, {}, f" --train-iters 2 --save {tmp_path / 'base'}")
     begin = f" --lora-rank 2 --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
-    tp2 = " --tensor-model-parallel-size 2"
-    whole = train(script, {"tp": 2}, f"{begin}{tp2} --train-iters 3 --save {tmp_path / 'whole'}")
-    train(script, {"tp": 2}, f"{begin}{tp2} --train-iters 2 --save {tmp_path / 'half'}")
-    again = train(script, {"tp": 2}, f" --lora-rank 2{tp2} --train-iters 3 --load {tmp_path / 'half'}")
+    whole = train(script, sizes, f"{begin}{flags} --train-iters 3 --save {tmp_path / 'whole'}")
+    train(script, sizes, f"{begin}{flags} --train-iters 2 --save {tmp_path / 'half'}")
+    again = train(script, sizes, f" --lora-rank 2{flags} --train-iters 3 --load {tmp_path / 'half'}")
     for before, after in zip(whole, again, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
     (alone,) = train(script, {}, f" --lora-rank 2 --train-iters 3 --load {tmp_path / 'half'}")
@@ -171,21 +201,22 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
 
 
 @pytest.mark.full
-def test_adapters_are_saved_alone_and_need_their_own_base(tmp_path):
+@pytest.mark.parametrize("name", RUNS)
+def test_adapters_are_saved_alone_and_need_their_own_base(name: str, tmp_path):
+    sizes, flags = RUNS[name]
     own = example("pretrain")
     parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
     script = SimpleNamespace(**vars(pretrain_gpt) | parts)
     for name, seed in (("base", 1), ("other", 2)):
         train(pretrain_gpt, {}, f" --train-iters 1 --seed {seed} --save {tmp_path / name}")
     base = f" --lora-rank 2 --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
-    tp2 = " --tensor-model-parallel-size 2"
-    whole = train(script, {"tp": 2}, f"{base}{tp2} --train-iters 3 --save {tmp_path / 'whole'}")
-    train(script, {"tp": 2}, f"{base}{tp2} --train-iters 2 --no-save-frozen --save {tmp_path / 'adapters'}")
+    whole = train(script, sizes, f"{base}{flags} --train-iters 3 --save {tmp_path / 'whole'}")
+    train(script, sizes, f"{base}{flags} --train-iters 2 --no-save-frozen --save {tmp_path / 'adapters'}")
     saved = load_whole_tensors(tmp_path / "adapters")
     assert all("lora" in name for name in saved if name.startswith("model/")) and any("lora" in name for name in saved)
 
     resume = f" --lora-rank 2 --train-iters 3 --load {tmp_path / 'adapters'}"
-    again = train(script, {"tp": 2}, f"{resume}{tp2} --pretrained-checkpoint {tmp_path / 'base'}")
+    again = train(script, sizes, f"{resume}{flags} --pretrained-checkpoint {tmp_path / 'base'}")
     for before, after in zip(whole, again, strict=True):
         assert all(torch.equal(before[name], after[name]) for name in before)
     (alone,) = train(script, {}, f"{resume} --pretrained-checkpoint {tmp_path / 'base'}")  # in another layout, too
@@ -197,11 +228,38 @@ def test_adapters_are_saved_alone_and_need_their_own_base(tmp_path):
         train(script, {}, f"{resume} --pretrained-checkpoint {tmp_path / 'other'}")
 
 
+OF_FOUR = "--world-size 4 --rank 2 --zero-stage 3"
+MEMORY = [
+    "",
+    "--world-size 2 --rank 1 --tensor-model-parallel-size 2 --sequence-parallel",
+    f"{OF_FOUR} --pipeline-model-parallel-size 2 --overlap-param-gather",
+    pytest.param(
+        f"{OF_FOUR} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform",
+        marks=pytest.mark.sweep,
+    ),
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("flags", ["", "--world-size 2 --rank 1 --tensor-model-parallel-size 2 --sequence-parallel"])
+@pytest.mark.parametrize("flags", MEMORY)
 def test_memory_of_adapters_and_their_frozen_base_is_predicted(flags: str):
     got = measure(f"{SMALL} {flags} --model {ROOT / 'examples/lora/pretrain.py'}".split())
     check(got.predicted, got.bytes, got.total, got.in_file)
-    assert (
-        got.predicted.parameters > 0 and got.bytes["parameters"] > 4 * got.bytes["gradients"]
-    )  # the base's are among them
+    if "zero" not in flags:  # the base's are among them
+        assert got.bytes["parameters"] > 4 * got.bytes["gradients"] > 0
+
+
+@pytest.mark.full
+def test_a_rank_keeps_its_share_of_the_base_and_one_gathered_unit():
+    """Two ranks at ZeRO 3 against one: half of the bytes, but for the alignment of each unit; and of the units one at a time, with
+    the gradients of its adapters."""
+    flags = f"{SMALL} --model {ROOT / 'examples/lora/pretrain.py'} --lora-rank 4"
+    alone, shared = measure(flags.split()), measure(f"{flags} --world-size 2 --rank 1 --zero-stage 3".split())
+    check(shared.predicted, shared.bytes, shared.total, shared.in_file)
+    whole = alone.bytes["parameters"]
+    assert shared.bytes["parameters"] == pytest.approx(whole / 2, rel=0.002)
+    h, vocabulary, rank = 64, 500, 4
+    frozen = 12 * h * h + 13 * h  # of a layer: products with biases, norms
+    adapters = rank * ((h + 3 * h) + (h + h) + 2 * (h + 4 * h))
+    largest = max(4 * (frozen + 2 * adapters), 4 * vocabulary * h)
+    assert largest <= shared.bytes["communication"] <= 1.05 * largest

@@ -98,6 +98,17 @@ def test_any_box_is_the_same_part_of_the_same_tensor():
             assert torch.equal(normal_box(shape, box, 0.02, SEED, "w"), full[slices(box)])
 
 
+def test_of_stacked_matrices_each_has_its_own_draws(monkeypatch):
+    """A rank that has two of four experts draws two; no two are alike."""
+    shape, box, drawn = (4, 5, 6), ((1, 3), (0, 5), (0, 6)), []
+    whole = normal_box(shape, ((0, 4), (0, 5), (0, 6)), 1.0, 1, "experts")
+    seed_of_tile = draws.seed_of
+    monkeypatch.setattr(draws, "seed_of", lambda *key: drawn.append(key) or seed_of_tile(*key))
+    assert torch.equal(normal_box(shape, box, 1.0, 1, "experts"), whole[1:3])
+    assert [key[2:] for key in drawn] == [(1, 0, 0), (2, 0, 0)]
+    assert not any(torch.equal(a, b) for a, b in combinations(whole, 2))
+
+
 def test_tiles_differ_from_each_other():
     full = normal_box((2 * TILE, 2 * TILE), ((0, 2 * TILE), (0, 2 * TILE)), 1.0, SEED, "w")
     tiles = [full[i : i + TILE, j : j + TILE] for i, j in product((0, TILE), repeat=2)]

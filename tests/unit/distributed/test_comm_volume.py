@@ -1,6 +1,7 @@
 """What each ZeRO stage sends, against the table of the ZeRO paper and its hybrids: in elements of a model of P, and in words."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from said import tells
@@ -37,6 +38,19 @@ def test_bytes_follow_the_types():
         ("all_gather", "shard"): 3 * (2000 + 100) * 2 / 2,
         ("all_reduce", "replica"): 500 * 4,
     }
+
+
+def test_frozen_elements_are_gathered_in_stage_3_alone():
+    frozen = BufferSizes(1000, shared_numel=100, param_bytes=2, sum_bytes=0, sent_bytes=0, is_frozen=True)
+    sent = [step_comm_volume(frozen, stage, inner=2, outer=2, microbatches=3) for stage in range(4)]
+    assert sent == [{}, {}, {}, {("all_gather", "shard"): 3 * (2000 + 100) * 2 / 2}]
+
+
+def test_experts_are_summed_over_their_own_ranks():
+    """Of 8 ranks, 2 have copies of each expert: a half of its elements is sent in a sum, not seven eighths."""
+    experts = replace(ONE, ranks=(2, 1))
+    line = comm_volume_by_stage_line([ONE, experts], 1, inner=8, outer=1, microbatches=1, divides_outer=False)
+    assert f"1: {2 * 3 * 7 / 8 + 2 * 3 * 1 / 2:.1f} MiB (chosen)" in line
 
 
 def test_the_line_marks_the_chosen_stage():

@@ -132,6 +132,7 @@ COMMANDS = {
     "docs/adding_a_model.md": {
         "python tools/plot_schedule.py ...": "tests/unit/tools/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/processes/test_documents.py::test_the_fork_of_the_page_trains",
+        "torchrun --nproc-per-node 4 examples/toy_moe/pretrain.py ...": "tests/processes/test_documents.py::test_the_experts_of_the_page_train",
     },
 }
 

@@ -33,6 +33,7 @@ OURS = {
     "megatron/core/datasets/vocab_check.py embedding_rows_problem": "added_tokens",
     "megatron/core/datasets/pad_token_is_text.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
+    "megatron/core/distributed/param_grad_state.py place_in_bucket": "in_bucket",
     "megatron/core/distributed/param_grad_state.py is_tied": "is_tied",  # a script's model
     "megatron/core/distributed/param_grad_state.py declared_num_grads": "num_grads_per_backward",  # a script's model
     "megatron/core/ops/recomputable_tensors.py _mark_of": "recompute_recipe",

@@ -29,6 +29,8 @@ class ModelRules:
     unread: field -> reason why the model ignores it.
     problems: (all settings, the tokenizer or None) -> messages about settings that cannot work.
     reads_text: --data-path names token files; the run checks for them before ranks communicate.
+    has_experts: parameters are sharded over expert-parallel ranks. A model with a name and without experts refuses
+        --expert-model-parallel-size at once, any other when it is built.
     is_bert: a token sees both sides, and a dense layer precedes the output layer, which counts among its FLOPs.
     """
 
@@ -37,6 +39,22 @@ class ModelRules:
     problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []
     reads_text: bool = False
     is_bert: bool = False
+    has_experts: bool = False
+
+    def expert_problems(self, config: Any) -> list[str]:
+        """Return the problem of a number of expert-parallel ranks for a model that is known to have no experts."""
+        size = config.parallel.expert_model_parallel_size
+        if size == 1 or self.has_experts or not self.model:
+            return []
+        return [no_experts(size)]
+
+
+def no_experts(size: int) -> str:
+    """Return the problem of a model without experts. size: --expert-model-parallel-size."""
+    return (
+        f"--expert-model-parallel-size is {size}, but no parameter of the model is sharded over expert-parallel ranks; use 1. "
+        "--num-experts is not built yet; a script may have experts of its own: docs/adding_a_model.md"
+    )
 
 
 def missing_text_settings(config: Any) -> list[str]:
