@@ -216,8 +216,9 @@ class Bucket(ParamBucket):
         bucket: its first gradient allocates it for all of its parameters.
         """
         if self._shards_grads:
-            # A sum in flight is of this bucket's earlier gradients, as a rule the last microbatch's; its end releases them.
-            # The sum in flight reads the memory that the next gradient will be written to, so it ends first.
+            # A sum in flight reads the memory that the next gradient will be written to, so it ends here at the latest;
+            # its end releases that memory. As a rule none is left: `zero_reduce_and_gather.py` ends it before it starts
+            # the next bucket's sum, in the same backward, and without overlap at once.
             self.finish_reduce()
         self.open()
         return sink.prepare(overwrites=overwrites)
@@ -290,7 +291,8 @@ class Bucket(ParamBucket):
 
         # stages 0 and 1; an all-reduce of the gradients themselves has summed in place, over all ranks
         if self.buffer.zero.shards_state:
-            # stage 1 with hybrid sharding: over the copies of the shard, waited for here, in the dtype of `total`
+            # Stage 1 with hybrid sharding: over the copies of the shard, waited for here, in the dtype of `total`: as it
+            # was sent, but float32 where bfloat16 was sent and summed wide (reduce_scatter_with_fp32_accumulation).
             collectives.all_reduce(total, self.buffer.axes.replica)
         if self._reduces_in_bf16 or self.buffer.zero.shards_state:
             self.grad_shard.copy_(total)

@@ -38,6 +38,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucket import Bucket, ParamBucket
@@ -240,7 +241,9 @@ class ParamFetcher(ParamGather):
             own_outputs = [x for x in outputs if versions.get(id(x)) != x._version]
             # so is an auxiliary loss that its forward added: its gradient may come first
             own_outputs += [x for x in self._new_aux_values() if x.requires_grad]
-            if outputs and not own_outputs and not self._frozen.issuperset(needs):
+            # Without gradients, as in the forward of a reentrant checkpoint, an output of its own requires none.
+            is_skipped = outputs and not own_outputs and torch.is_grad_enabled()
+            if is_skipped and not self._frozen.issuperset(needs):
                 raise RuntimeError(
                     f"{unit or 'the model'} ({type(submodule).__name__}) has parameters, but returned nothing but "
                     "tensors that it was given: ZeRO stage 3 gathers a module's parameters for its backward when the "
@@ -248,7 +251,9 @@ class ParamFetcher(ParamGather):
                     "is skipped, return x.view_as(x) in place of x, or use --zero-stage 2"
                 )
             for x in own_outputs:
-                # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters.
+                # A unit's backward begins with the gradient of its output; before it, nothing needs the parameters. They
+                # may be resident already: prefetched, in use by another unit, or kept since a recomputation, which keeps
+                # those of all units that it computes again.
                 x.register_hook(begin_backward)
             if own_outputs:
                 self._has_backward.add(unit)

@@ -189,8 +189,12 @@ class Stack(nn.Module):
 
 
 def of_stack(mesh: Mesh, make_layer: type[Ours], by_name: bool) -> tuple[list[int], int, dict[str, tuple]]:
+    return gathers_and_grads(mesh, Stack(make_layer, by_name))
+
+
+def gathers_and_grads(mesh: Mesh, model: nn.Module) -> tuple[list[int], int, dict[str, tuple]]:
     """All-gathers of parameters in a forward and in its backward, buckets resident after it, and the gradients."""
-    chunk = DistributedDataParallel(Stack(make_layer, by_name), mesh, DataParallelConfig(zero_stage=3))
+    chunk = DistributedDataParallel(model, mesh, DataParallelConfig(zero_stage=3))
     x = torch.full((3, WIDTH), 0.1 * (1 + mesh["dp"].rank), dtype=torch.float64)
     chunk.zero_grad_buffer(1)
     gathers = []
@@ -222,6 +226,31 @@ def test_a_context_that_a_layer_returns_costs_no_all_gather(make_layer: type[Our
     expected = {name: p.grad.flatten() for name, p in plain.named_parameters()}
     for gathers, resident, grads in run_ranks({"dp": 2}, lambda mesh: of_stack(mesh, make_layer, by_name)):
         assert (gathers, resident) == ([5, 5], 0)
+        for name, ((start, stop), values) in grads.items():
+            torch.testing.assert_close(values, expected[name][start:stop], rtol=1e-12, atol=1e-13)
+
+
+class Recomputed(Stack):
+    """Layers in reentrant checkpoints, whose first forward has no gradients but inputs that require some."""
+
+    def __init__(self):
+        super().__init__(WithContext, by_name=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.encoder(x)
+        x = 2 * context
+        for layer in self.layers:
+            x, context = torch.utils.checkpoint.checkpoint(layer, x, context, use_reentrant=True)
+        return x + context
+
+
+def test_layers_with_a_context_may_be_in_reentrant_checkpoints():
+    plain = Stack(WithContext, by_name=False)
+    for rank in range(2):
+        plain(torch.full((3, WIDTH), 0.1 * (1 + rank), dtype=torch.float64)).square().sum().backward()
+    expected = {name: p.grad.flatten() for name, p in plain.named_parameters()}
+    for _, _, grads in run_ranks({"dp": 2}, lambda mesh: gathers_and_grads(mesh, Recomputed())):
+        assert grads.keys() == expected.keys()
         for name, ((start, stop), values) in grads.items():
             torch.testing.assert_close(values, expected[name][start:stop], rtol=1e-12, atol=1e-13)
 
