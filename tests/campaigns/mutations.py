@@ -140,8 +140,8 @@ MUTATIONS = [
             "a bucket whose memory is written again",
             "core/distributed/bucket.py",
             ZERO,
-            "so it ends first.\n            self.finish_reduce()\n",
-            "so it ends first.\n            pass\n",
+            "bucket's sum, in the same backward, and without overlap at once.\n            self.finish_reduce()\n",
+            "bucket's sum, in the same backward, and without overlap at once.\n            pass\n",
         ),
         (
             "the parameters of a unit",
