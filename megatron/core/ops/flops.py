@@ -50,6 +50,9 @@ class Flops:
             self.recompute + other.recompute,
         )
 
+    def __sub__(self, other: "Flops") -> "Flops":
+        return self + Flops(-other.forward, -other.dgrad, -other.wgrad, -other.recompute)
+
 
 @dataclass(frozen=True)
 class LayerInput:
