@@ -50,18 +50,19 @@ def _chunk_costs(job: Job, runtime: Runtime, stage: int, chunk: nn.Module, left:
 
     # the parameters of each module; a tied embedding counts on the first stage
     unit_of = units_of_modules(chunk)
-    names = list(dict.fromkeys(unit_of.values()))
+    names = list(dict.fromkeys(unit_of.values()))  # in an order that is the same in all stages with the same layers
     parameters: dict[str, dict[str, nn.Parameter]] = {name: {} for name in names}
     for owner, module in chunk.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             parameters[unit_of[owner]][f"{owner}.{name}"] = parameter
 
     # activations of stages with the same layers are those of the first of them, in the same order
-    own_left = dict(zip(names, _without_those_below(left).values())) if left else {}
+    own_left = dict(zip(names, left.values(), strict=True))
     all_flops = {name: record.by_module.get(chunk.get_submodule(name)) for name in names}
     costs = []
-    for name in names:
-        module = chunk.get_submodule(name)
+    for name, module in chunk.named_modules():
+        if name not in parameters:
+            continue
         own = parameters[name]
         elements = 0
         for parameter in own.values():
@@ -88,11 +89,6 @@ def _below(name: str, names: Sequence[str]) -> list[str]:
     return [one for one in inside if not any(one.startswith(f"{other}.") for other in inside)]
 
 
-def _without_those_below(left: Mapping[str, int]) -> dict[str, int]:
-    names = list(left)
-    return {name: left[name] - sum(left[one] for one in _below(name, names)) for name in names}
-
-
 def _own_flops(name: str, all_flops: Mapping[str, Flops | None]) -> Flops:
     """Return the FLOPs of a module without those of the modules below it. None: nobody has asked that module."""
     own = all_flops[name]
@@ -106,13 +102,13 @@ def _own_flops(name: str, all_flops: Mapping[str, Flops | None]) -> Flops:
 
 def by_layer_report(job: Job, costs: Sequence[LayerCost]) -> list[str]:
     """Return the lines of a table of the layers, where consecutive equal layers share a line, and of the sums."""
-    rows = [["stage", "layer", "", "parameters", "forward", "backward", "recompute", *_BYTES]]
+    rows = [["stage", "layer", "", "elements", "forward", "backward", "recompute", *_BYTES]]
     for group in _equal_neighbours(costs):
         rows.append(_row(group))
     total = sum((cost.flops for cost in costs), Flops())
     samples = max(job.runtime.batch_sizes.sizes)
     lines = [
-        "each layer: parameters on all tensor-parallel ranks; FLOPs of a sample on all ranks; bytes of a rank, activations "
+        "each layer: elements of its parameters on all tensor-parallel ranks; FLOPs of a sample on all ranks; bytes of a rank, activations "
         "of one microbatch",
         *_aligned(rows),
         f"FLOPs of a sample: {total.model:,} of the model, {total.hardware:,} with recomputation; of a step of {samples:,} "

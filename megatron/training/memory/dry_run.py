@@ -56,7 +56,8 @@ from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup,
 from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, build_pipeline, make_chunks, wrap_in_ddp
 from megatron.training.step import train_step
 
-PASSING = ("gradients", "activations", "communication", "slices")  # kinds of memory that an action may change
+ACTIVATIONS = "activations"
+PASSING = ("gradients", ACTIVATIONS, "communication", "slices")  # kinds of memory that an action may change
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
@@ -392,31 +393,41 @@ def layout_of_layers(job: Job, rank: int) -> tuple:
 
 
 class LeftByModule:
-    """Bytes of activations that the forward of a microbatch leaves, by module; the last microbatch counts.
+    """Bytes of activations that the forward of a microbatch leaves, by the module that allocated them.
 
-    Modules are those that ZeRO stage 3 gathers one after the other (`units_of_modules`), such as a layer, each with all
-    below it.
+    Modules are those that ZeRO stage 3 gathers one after the other (`units_of_modules`), such as a layer; a module's bytes
+    are without those of modules below it. The last microbatch of a step counts.
     """
 
     def __init__(self, chunks: Iterable[nn.Module], tracker: MemoryTracker):
         self.by_chunk: list[Counter[str]] = []  # name of a module -> bytes
-        self.counts = False  # whether a forward is running; the backward may repeat one
         self._tracker = tracker
-        self._before: dict[nn.Module, int] = {}
-        for chunk in chunks:
-            left = Counter(dict.fromkeys(units_of_modules(chunk).values(), 0))  # in the order of the modules
+        self._callers: list[object] = []  # labels of the modules whose forwards have begun
+        for number, chunk in enumerate(chunks):
+            left = Counter(dict.fromkeys(units_of_modules(chunk).values(), 0))
             self.by_chunk.append(left)
             for name in left:
                 module = chunk.get_submodule(name)
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(partial(self._leave, left, name))
+                module.register_forward_pre_hook(partial(self._enter, (number, name)))
+                module.register_forward_hook(self._leave)
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self._before[module] = self._tracker.live["activations"]
+    def _enter(self, label: tuple[int, str], module: nn.Module, inputs: Any) -> None:
+        self._callers.append(self._tracker.label)
+        self._tracker.label = label
 
-    def _leave(self, left: Counter[str], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.counts:
-            left[name] = self._tracker.live["activations"] - self._before[module]
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._tracker.label = self._callers.pop()
+
+    @contextlib.contextmanager
+    def counting(self, number: int) -> Iterator[None]:
+        """Count what the forward of chunk `number`, in this block, leaves."""
+        self._callers = []
+        self._tracker.start_labels()
+        yield
+        left = self.by_chunk[number]
+        for name in left:
+            left[name] = self._tracker.labelled(ACTIVATIONS, (number, name))
+        self._tracker.start_labels()
 
 
 def _parameters_of(parts: RankParts) -> int:
@@ -497,9 +508,9 @@ def _run_step(
         before = tracker.now()
         offloaded_before = offloaded_bytes()
         tracker.restart()
-        if left is not None:
-            left.counts = action.op is Op.F
-        yield
+        counts = left is not None and action.op is Op.F
+        with left.counting(chunk_of[action.stage]) if counts else contextlib.nullcontext():
+            yield
         after_last_action = tracker.now()
         profile.changes[action.op, chunk_of[action.stage], action.microbatch] = MemoryDelta(
             left=_difference(after_last_action, before),
