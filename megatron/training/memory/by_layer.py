@@ -6,7 +6,7 @@ that ZeRO stage 3 gathers one after the other: a layer of a list of layers with 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -124,19 +124,21 @@ _BYTES = ("parameters", "gradients", "optimizer", "activations")
 
 
 def _equal_neighbours(costs: Sequence[LayerCost]) -> list[list[LayerCost]]:
-    """Return the layers in groups of consecutive ones whose numbers are equal."""
+    """Return the layers in groups of consecutive ones whose numbers are equal; activations to half a percent."""
     groups: list[list[LayerCost]] = []
     for cost in costs:
-        last = groups[-1][-1] if groups else None
-        if last is not None and _compared(last) == _compared(cost):
+        if groups and _are_alike(groups[-1][0], cost):
             groups[-1].append(cost)
         else:
             groups.append([cost])
     return groups
 
 
-def _compared(cost: LayerCost) -> tuple[Any, ...]:
-    return cost.stage, cost.kind, cost.parameters, cost.flops, cost.bytes, cost.is_counted
+def _are_alike(one: LayerCost, other: LayerCost) -> bool:
+    """Return whether two layers may share a line. The last of a block may hold a few bytes that the others have freed."""
+    activations = [cost.bytes["activations"] for cost in (one, other)]
+    as_other = replace(one, name=other.name, bytes=one.bytes | {"activations": activations[1]})
+    return as_other == other and math.isclose(*activations, rel_tol=0.005)
 
 
 def _row(group: Sequence[LayerCost]) -> list[str]:
