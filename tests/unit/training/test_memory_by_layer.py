@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from documents import ROOT, commands_of
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
-from megatron.core.ops.torch_function_overrides import sizes_from
+from megatron.core.ops.overridable_by_torch_function_mode import sizes_from
 from megatron.core.pipeline_parallel.schedule.actions import Op
 from megatron.core.sharding.placement import Placement, XavierUniform
 from megatron.core.transformer.mlp import ParallelMLP
@@ -82,6 +83,15 @@ def test_the_tool_lists_layers(capsys):
     assert [one["layer"] for one in rows if one["class"] == "TransformerLayer"][-1] == "language_model.decoder.layers.3"
     assert estimate_memory.main([*words, "--measure"]) == 2
     assert "--by-layer lists what is predicted" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_page_shows_what_its_command_prints(capsys):
+    page = (ROOT / "docs" / "memory.md").read_text()
+    (command,) = (command for command in commands_of(ROOT / "docs" / "memory.md") if "--by-layer" in command)
+    assert estimate_memory.main(command.split()[2:]) == 0
+    table = capsys.readouterr().out.partition("\neach layer: ")[2].partition("\n")[2]
+    assert "layers.0 to 23" in table and f"```\n{table}```" in page
 
 
 # ---------------------------------------------------------------- layers of a script's own
