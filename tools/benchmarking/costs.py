@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -12,16 +11,8 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.flops import stage_flops
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.training.arguments.command_line import parse_args
-from tools.benchmarking.work import Work
+from tools.benchmarking.work import Costs, Work
 from tools.configuring.sizes import words
-
-
-class Costs(NamedTuple):
-    """What a sample of a work costs, whatever its layout."""
-
-    model_flops: int
-    full_attention_flops: int  # with the keys after a query
-    parameters: int  # without padding
 
 
 @cache

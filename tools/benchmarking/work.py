@@ -6,13 +6,10 @@ Its FLOPs and parameters are what the layers of our model say (`costs.py`).
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import flag_of
 from megatron.training.model_flops import ModelShape
-
-if TYPE_CHECKING:
-    from tools.benchmarking.costs import Costs
 
 # Flags of a family beside the sizes. The defaults are GPT-2's: learned positions, GELU, biases and tied embeddings.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,6 +33,14 @@ PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
     "tp": ({}, "DTensor"),
     "pp": ({}, "pipelining"),
 }
+
+
+class Costs(NamedTuple):
+    """What a sample of a work costs, whatever its layout."""
+
+    model_flops: int
+    full_attention_flops: int  # with the keys after a query
+    parameters: int  # without padding
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Work:
         """All parameters of our model without padding; a tied embedding once."""
         return self._costs().parameters
 
-    def _costs(self) -> "Costs":
+    def _costs(self) -> Costs:
         return import_module("tools.benchmarking.costs").costs_of(self)  # not imported above: it needs torch
 
     def problems(self) -> Iterator[str]:

@@ -85,8 +85,8 @@ class Placement:
     rows: tuple[Rows, ...] = ()  # this rank's rows of dimension 0, in order, if they are not an equal shard
     # rows of each matrix in a group (q|k|v), where dimension 0 consists of groups of fused matrices
     interleaved: tuple[int, ...] = ()
-    # The tensor stacks matrices (`stacked_matrices.py`), and each has the initial value of a tensor of its own: by its fans, where
-    # `init` follows them (Xavier, Kaiming). False: the initial value of one whole tensor, as of Megatron's fused weights.
+    # The tensor stacks matrices (`stacked_matrices.py`), and each has the initial value of a tensor of its own: by its
+    # fans, where `init` follows them (Xavier, Kaiming). False: that of one whole tensor, as of Megatron's fused weights.
     init_per_matrix: bool = False
 
 

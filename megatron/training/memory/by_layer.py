@@ -108,8 +108,8 @@ def by_layer_report(job: Job, costs: Sequence[LayerCost]) -> list[str]:
     total = sum((cost.flops for cost in costs), Flops())
     samples = max(job.runtime.batch_sizes.sizes)
     lines = [
-        "each layer: elements of its parameters on all tensor-parallel ranks; FLOPs of a sample on all ranks; bytes of a rank, activations "
-        "of one microbatch",
+        "each layer: elements of its parameters on all tensor-parallel ranks; FLOPs of a sample on all ranks; bytes of a "
+        "rank, activations of one microbatch",
         *_aligned(rows),
         f"FLOPs of a sample: {total.model:,} of the model, {total.hardware:,} with recomputation; of a step of {samples:,} "
         f"samples: {in_flops(total.model * samples)}, {in_flops(total.hardware * samples)}",

@@ -172,14 +172,13 @@ def _stage_settings(config: Config, stage: int) -> tuple:
     """Return what the settings say of a stage's memory: its layers, what surrounds them, and what the layers do not show.
 
     How many layers there are and how many of them are encoder layers, whether the stage is the first, the last or ends the
-    encoder; for each layer its window, and the type of context parallelism.
+    encoder; for each layer its window, and how it sees keys of other ranks.
     """
     layers = config.layer_split[stage]
     model = config.transformer
     encoder_layers = sum(layer < model.num_layers for layer in layers)
     ends_encoder = model.decoder_layers > 0 and model.num_layers - 1 in layers
-    cp_types = config.parallel.cp_comm_type
-    of_layers = tuple((model.window_left(layer), cp_types[layer % len(cp_types)]) for layer in layers)
+    of_layers = tuple((model.window_left(layer), config.parallel.comm_type_of_layer(layer)) for layer in layers)
     return len(layers), encoder_layers, ends_encoder, stage == 0, stage == config.stages.last, of_layers
 
 
