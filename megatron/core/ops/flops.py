@@ -42,6 +42,10 @@ class Flops:
         """Those that a device computes, with recomputation."""
         return self.model + self.recompute
 
+    def recomputed(self) -> "Flops":
+        """Return the same with a forward that the backward runs again, and then what the backward of that one repeats."""
+        return replace(self, recompute=self.recompute + self.forward)
+
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(
             self.forward + other.forward,
@@ -120,7 +124,7 @@ def flops_of(module: nn.Module | None, x: LayerInput, *, recompute: bool = False
         if x.record is not None and _has_matrix(module):
             x.record.uncounted.add(module)
     if recompute:
-        flops = replace(flops, recompute=flops.forward)
+        flops = flops.recomputed()
     if x.record is not None:
         x.record.add(module, flops)
     return flops

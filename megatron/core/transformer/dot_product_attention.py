@@ -1,6 +1,5 @@
 """Core attention, between projected heads: our `CoreAttention`, and Megatron's `DotProductAttention` over it."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -116,7 +115,7 @@ def core_attention_flops(core: nn.Module, x: LayerInput, width: int, *, recomput
     if isinstance(core, CountsFlops):
         return flops_of(core, x, recompute=recompute)
     flops = flops_of(core, x) + attention_flops(x, width)
-    return replace(flops, recompute=flops.forward) if recompute else flops
+    return flops.recomputed() if recompute else flops
 
 
 class DotProductAttention(CoreAttention):

@@ -69,15 +69,26 @@ def test_a_gpt_counts_what_the_closed_form_counts(name: str):
 
 def test_a_bert_and_a_t5_count_what_their_closed_forms_count():
     parts = {"vocab_size": VOCAB, "positions": TOKENS, "context": context(device="meta")}
+
+    def in_two_stages(kind, config: ModelConfig, split: int, **more) -> Flops:
+        first = kind(config, layers=range(split), post_process=False, **parts, **more)
+        second = kind(config, layers=range(split, config.all_layers), pre_process=False, **parts, **more)
+        return stage_flops(first, TOKENS) + stage_flops(second, TOKENS, is_first=False)
+
     for config in (TINY_GPT2, TINY_LLAMA):
         bert = BertModel(config, layers=range(config.num_layers), **parts)
         shape = replace(ModelShape.of(config, VOCAB, TOKENS), is_bert=True)
-        assert stage_flops(bert, TOKENS).model == shape.flops_per_sample
+        flops = stage_flops(bert, TOKENS)
+        assert flops.model == shape.flops_per_sample and flops == in_two_stages(BertModel, config, 3)
     for config in T5_CONFIGS.values():
-        t5 = T5Model(config, layers=range(config.all_layers), decoder_seq_length=DECODER, **parts)
+        decoder = {"decoder_seq_length": DECODER}
+        t5 = T5Model(config, layers=range(config.all_layers), **decoder, **parts)
         shape = TwoStackShape(ModelShape.of(config, VOCAB, TOKENS), config.decoder_layers, DECODER)
         for full in (False, True):
-            assert stage_flops(t5, TOKENS, full_attention=full).model == shape.count_flops(full_attention=full)
+            flops = stage_flops(t5, TOKENS, full_attention=full)
+            assert flops.model == shape.count_flops(full_attention=full)
+        for split in (3, config.num_layers, config.num_layers + 1):
+            assert in_two_stages(T5Model, config, split, **decoder) == stage_flops(t5, TOKENS)
 
 
 def test_recomputed_gpt3_has_the_published_hardware_flops():
@@ -140,8 +151,8 @@ def test_stages_add_up_to_the_model_in_every_layout(sizes: dict):
         assert total == ranks_of_stage * ModelShape.of(one, VOCAB, TOKENS).flops_per_sample
 
 
-def test_the_log_has_the_sum_of_the_stages(monkeypatch):
-    """Also of windows, and of a model without a closed form."""
+def test_the_log_has_the_sum_of_the_stages():
+    """Also of windows, and where a rank has released its parameters."""
     flags = (
         "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --tokenizer-type NullTokenizer "
         "--vocab-size 31 --micro-batch-size 1 --lr 0.1 --train-iters 1 --eval-iters 0 --device cpu --log-throughput --window-size 4,0 "
@@ -160,6 +171,8 @@ def test_the_log_has_the_sum_of_the_stages(monkeypatch):
     expected = ModelShape.of(config, 32, 16).flops_per_sample
     assert run_ranks({}, logged) == [expected]
     assert run_ranks({"pp": 2}, logged) == [expected / 2] * 2
+    flags += "--zero-stage 3 --global-batch-size 2 "
+    assert run_ranks({"dp": 2}, logged) == [expected / 2] * 2
 
 
 # ---------------------------------------------------------------- what torch counts
@@ -225,11 +238,18 @@ def test_the_products_are_those_that_torch_counts(make, config: str):
         assert flops == stage_flops(gpt(TRAINED[config], device="meta"), TOKENS, full_attention=True)
 
 
-@pytest.mark.parametrize("make", [gpt, lora])
-def test_recomputed_products_are_those_that_torch_counts(make):
+RECOMPUTED = {
+    "layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "tiles": {"tiled_mlp": 2, "tiled_loss": 2},  # each of which is computed again
+    "tiles of layers": {"recompute_granularity": "full", "recompute_method": "uniform", "tiled_mlp": 2},
+}
+
+
+@pytest.mark.parametrize(("make", "name"), [(lora, "layers"), *((gpt, name) for name in RECOMPUTED)])
+def test_recomputed_products_are_those_that_torch_counts(make, name: str):
     torch.manual_seed(1)
-    config = replace(TRAINED["llama"], recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
-    model = make(config)
+    model = make(replace(TRAINED["llama"], **RECOMPUTED[name]))
     flops = stage_flops(model, TOKENS, full_attention=True)
     assert counted_by_torch(model) == flops.hardware > flops.model
 

@@ -76,7 +76,8 @@ class LanguageModelHead(nn.Module):
         weight = tied_weight if self.weight is None else self.weight
         product = 2 * x.tokens * math.prod(self.global_shape)
         is_trained = weight is None or weight.requires_grad
-        return Flops(product, product if x.requires_grad else 0, product if is_trained else 0)
+        flops = Flops(product, product if x.requires_grad else 0, product if is_trained else 0)
+        return flops.recomputed() if self.tiles > 1 else flops
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, padded vocabulary / t] of x for a weight [padded vocabulary / t, h].
