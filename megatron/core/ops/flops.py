@@ -3,7 +3,8 @@
     forward      Y  = X W^T      2 x tokens x elements of W, for a multiplication and an addition
     dgrad        dX = dY W       as many, if the gradient of X is needed
     wgrad        dW = dY^T X     as many, if W is trained
-    recompute    of the forward, where the backward computes it again
+    recompute    of the forward, where the backward computes it again: all of it, although a recomputation ends once the
+                 backward has what it needs, which may leave out a last product
 
 A module with products of its own defines `count_flops(x: LayerInput) -> Flops`. A module without that method counts what
 its children count, in the order of their registration; `nn.Linear` is known. Lookups, norms, activations and dropout are no

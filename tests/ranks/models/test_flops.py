@@ -242,7 +242,6 @@ RECOMPUTED = {
     "layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     "tiles": {"tiled_mlp": 2, "tiled_loss": 2},  # each of which is computed again
-    "tiles of layers": {"recompute_granularity": "full", "recompute_method": "uniform", "tiled_mlp": 2},
 }
 
 
@@ -252,6 +251,16 @@ def test_recomputed_products_are_those_that_torch_counts(make, name: str):
     model = make(replace(TRAINED["llama"], **RECOMPUTED[name]))
     flops = stage_flops(model, TOKENS, full_attention=True)
     assert counted_by_torch(model) == flops.hardware > flops.model
+
+
+def test_a_recomputation_that_stops_early_counts_whole():
+    """A layer's stops before the second tile of its MLP, from which the backward needs the input alone."""
+    torch.manual_seed(1)
+    config = replace(TRAINED["llama"], recompute_granularity="full", recompute_method="uniform", tiled_mlp=2)
+    model = gpt(config)
+    tile = 2 * TOKENS // 2 * 3 * config.hidden_size * config.ffn_size
+    hardware = stage_flops(model, TOKENS, full_attention=True).hardware
+    assert hardware - counted_by_torch(model) == config.num_layers * tile
 
 
 # ---------------------------------------------------------------- layers of a script's own
