@@ -28,10 +28,11 @@ from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.model_flops import ModelShape, TwoStackShape
 
-for folder in ("lora", "fake_fp8"):
+for folder in ("lora", "fake_fp8", "toy_moe"):
     sys.path.insert(0, str(ROOT / "examples" / folder))
 LORA = importlib.import_module("lora")
 FP8 = importlib.import_module("fake_fp8")
+MOE = importlib.import_module("experts")
 
 VOCAB, TOKENS, DECODER = 61, 8, 5
 
@@ -224,7 +225,16 @@ def frozen_layers(config: ModelConfig, **options) -> nn.Module:
 
 
 @pytest.mark.parametrize("config", TRAINED)
-@pytest.mark.parametrize("make", [gpt, lora, fp8, frozen_embedding, frozen_layers])
+def experts(config: ModelConfig, **options) -> nn.Module:
+    """A token goes to two of four experts, of any load."""
+    spec = MOE.spec_of(config, MOE.ToyMoEConfig(toy_experts=4, toy_expert_width=6))
+    parts = {"vocab_size": VOCAB, "positions": TOKENS, "layers": range(config.num_layers)}
+    place = context(**options)
+    place.aux_losses.declare("load balance")
+    return MOE.ToyMoEModel(config, context=place, spec=spec, **parts)
+
+
+@pytest.mark.parametrize("make", [gpt, lora, fp8, frozen_embedding, frozen_layers, experts])
 def test_the_products_are_those_that_torch_counts(make, config: str):
     """Of a forward and a backward. Attention by the plain kernel, which multiplies the scores that are hidden as well."""
     torch.manual_seed(1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
-from megatron.core.ops.overridable_by_torch_function_mode import sizes_from
+from megatron.core.ops.overridable_by_torch_function_mode import row_counts
 from megatron.core.pipeline_parallel.schedule.actions import Op
 from megatron.core.sharding.placement import Placement, XavierUniform
 from megatron.core.transformer.mlp import ParallelMLP
@@ -125,7 +125,7 @@ class Experts(nn.Module):
         expert = (rows.detach()[:, 0] > 0).long()  # of each token: 0 or 1
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=self.number) if not x.is_meta else torch.zeros(self.number)
-        received = sizes_from(counts, [len(rows)] + [0] * (self.number - 1))
+        received = row_counts(counts, len(rows), [len(rows)] + [0] * (self.number - 1))
         parts = rows[order].split(received)
         results = torch.cat([torch.tanh(part @ weight.t()) for part, weight in zip(parts, self.weight)])
         return x + torch.zeros_like(rows).index_copy(0, order, results).view_as(x)
