@@ -224,7 +224,6 @@ def frozen_layers(config: ModelConfig, **options) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("config", TRAINED)
 def experts(config: ModelConfig, **options) -> nn.Module:
     """A token goes to two of four experts, of any load."""
     spec = MOE.spec_of(config, MOE.ToyMoEConfig(toy_experts=4, toy_expert_width=6))
@@ -234,6 +233,7 @@ def experts(config: ModelConfig, **options) -> nn.Module:
     return MOE.ToyMoEModel(config, context=place, spec=spec, **parts)
 
 
+@pytest.mark.parametrize("config", TRAINED)
 @pytest.mark.parametrize("make", [gpt, lora, fp8, frozen_embedding, frozen_layers, experts])
 def test_the_products_are_those_that_torch_counts(make, config: str):
     """Of a forward and a backward. Attention by the plain kernel, which multiplies the scores that are hidden as well."""
