@@ -8,6 +8,7 @@ Each adapter is split as its linear is: of a column-parallel linear B is split b
 import torch
 from torch import Tensor, nn
 
+from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.sharding.placement import Constant, Normal, Placement
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
@@ -36,6 +37,11 @@ class LoRA(nn.Module):
         """Return the linear's result for x, with the scaled delta added to its first part."""
         y, bias = self.linear(x)
         return y + self.scale * delta, bias
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """A frozen weight has no gradient, and the first layer's frozen input needs none."""
+        low_rank = x.after(self.lora_a)  # what B reads
+        return weight_flops(x, self.weight) + weight_flops(x, self.lora_a) + weight_flops(low_rank, self.lora_b)
 
 
 class ColumnLoRA(LoRA):

@@ -14,7 +14,7 @@ so each takes its part of them first.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch.nn import functional
 from megatron.core.base.dataclass_flags import option
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.overridable_by_torch_function_mode import row_counts
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
@@ -126,6 +127,15 @@ class ToyMoE(ChangesAtStepEnd):
         """Return what this rank's experts make of their rows, [rows, h] each. No rows are a product, too: it has a gradient."""
         weights = zip(rows, self.fc1.unbind(), self.fc2.unbind(), strict=True)
         return [functional.gelu(x @ fc1.t()) @ fc2.t() for x, fc1, fc2 in weights]
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """Of each token the products with the router and with k experts, whichever they are."""
+        rows = replace(x, tokens=x.tokens * self.own.toy_topk)
+        h = self.router.placement.shape[1]
+        flops = weight_flops(x, self.router)
+        for weight in (self.fc1, self.fc2):
+            flops += weight_flops(rows, weight, per_token=h * self.own.toy_expert_width)
+        return flops
 
     def end_of_step(self) -> None:
         counts = self.tokens_per_expert.double()  # of all ranks

@@ -28,7 +28,6 @@ from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.training.arguments.command_line import Arguments
 from megatron.training.arguments.config import Config
-from megatron.training.model_flops import ModelShape, TwoStackShape
 
 
 def _with_these_ranks(of_config: Callable[[Config, int], Any]) -> property:
@@ -79,16 +78,6 @@ class Runtime:
                 'a script pretrain(..., args_defaults={"vocab_size": N})'
             )
         return size
-
-    @property
-    def model_shape(self) -> ModelShape | TwoStackShape:
-        """The sizes that determine the model's FLOPs."""
-        model = self.config.transformer
-        data = self.config.data
-        shape = ModelShape.of(model, self.vocab_size, data.seq_length)
-        if not model.decoder_layers or not data.decoder_seq_length:
-            return shape
-        return TwoStackShape(shape, model.decoder_layers, data.decoder_seq_length)
 
     @property
     def layer_context(self) -> LayerContext:

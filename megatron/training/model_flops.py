@@ -1,5 +1,6 @@
-"""Model FLOPs per token are computed from the model's sizes. Pure integers.
+"""Model FLOPs in closed form, from the sizes of a GPT, BERT or T5. Pure integers, for layouts that are compared unbuilt.
 
+A run, and whoever has built a model, asks its layers instead (`core/ops/flops.py`), with the same numbers for these models.
 Model FLOPs are those of the mathematics, whatever the implementation: no recompute, no vocabulary padding.
 
     6 N + 6 L s a      6 = 2 for multiply and add, x 3 for the forward and the backward's two products
@@ -71,20 +72,24 @@ class ModelShape:
             head += self.hidden_size * self.hidden_size  # the dense layer before the output layer
         return self.num_layers * (attention + mlp) + head
 
-    def flops_per_token(self, *, full_attention: bool = False) -> int:
-        """Return the FLOPs of forward and backward for one token. full_attention: count the keys after a query too."""
+    def count_flops(self, *, full_attention: bool = False) -> int:
+        """Return the FLOPs of forward and backward for one sample. full_attention: count the keys after a query too."""
         s = self.seq_length
         layers_without_window = self.num_layers - len(self.windows)
         windows = [*self.windows, *[s] * layers_without_window]  # of all layers
         twice_the_scores = 0  # twice, since w s - w^2 / 2 may be no integer
         for w in windows:
             twice_the_scores += w * (2 * s if full_attention else 2 * s - w)
-        return 6 * self.multiplied_parameters + 6 * self.attention_width * twice_the_scores // s
+        return 6 * self.multiplied_parameters * s + 6 * self.attention_width * twice_the_scores
+
+    def flops_per_token(self, *, full_attention: bool = False) -> int:
+        """Return the mean of a sample's tokens, rounded down."""
+        return self.count_flops(full_attention=full_attention) // self.seq_length
 
     @property
     def flops_per_sample(self) -> int:
         """FLOPs of one sequence: with causal attention, except for BERT."""
-        return self.flops_per_token(full_attention=self.is_bert) * self.seq_length
+        return self.count_flops(full_attention=self.is_bert)
 
 
 @dataclass(frozen=True)

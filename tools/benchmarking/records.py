@@ -57,7 +57,7 @@ def record_of(contest: Contest, ceilings: dict[str, float], missing: dict[str, s
     return identity(work, list(contest.contenders.values())) | {
         "parameters": work.parameters,
         "flops_per_token": work.flops_per_token,
-        "flops_per_token_full_attention": work.shape.flops_per_token(full_attention=True),
+        "flops_per_token_full_attention": work.flops_per_token_full_attention,
         "ceilings": ceilings,
         "about": contest.about,
         "steps": contest.steps,

@@ -1,11 +1,12 @@
 """Work of a benchmark (sizes of a model and a batch), and its contenders. Pure integers.
 
-`megatron/training/model_flops.py` defines its FLOPs.
+Its FLOPs and parameters are what the layers of our model say (`costs.py`).
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import flag_of
 from megatron.training.model_flops import ModelShape
@@ -32,6 +33,14 @@ PARALLEL: dict[str, tuple[dict[str, Any], str]] = {
     "tp": ({}, "DTensor"),
     "pp": ({}, "pipelining"),
 }
+
+
+class Costs(NamedTuple):
+    """What a sample of a work costs, whatever its layout."""
+
+    model_flops: int
+    full_attention_flops: int  # with the keys after a query
+    parameters: int  # without padding
 
 
 @dataclass(frozen=True)
@@ -119,29 +128,21 @@ class Work:
 
     @property
     def flops_per_token(self) -> int:
-        return self.shape.flops_per_token(full_attention=self.family == "bert")
+        """Those of our model's layers, by which all contenders are told; of their mean token, rounded down."""
+        return self._costs().model_flops // self.seq_length
+
+    @property
+    def flops_per_token_full_attention(self) -> int:
+        """The same with the keys after a query, which causal attention does not see."""
+        return self._costs().full_attention_flops // self.seq_length
 
     @property
     def parameters(self) -> int:
-        """All parameters without padding: matrices (a tied embedding once), positions, biases and norms."""
-        h = self.hidden_size
-        v = self.vocab_size
-        matrices = self.shape.multiplied_parameters
-        if self.family == "llama":
-            embedding = v * h
-            norms = self.num_layers * 2 * h + h
-            return matrices + embedding + norms
-        positions = self.seq_length * h
-        biases_and_norms = self.num_layers * 13 * h + 2 * h
-        gpt = matrices + positions + biases_and_norms
-        if self.family == "gpt":
-            return gpt
-        token_types = 2 * h
-        transform = 3 * h  # the bias of the dense layer before the output layer, and its norm
-        word_bias = v
-        pooler = h * h + h
-        order_head = 2 * h + 2  # sentence order
-        return gpt + token_types + transform + word_bias + pooler + order_head
+        """All parameters of our model without padding; a tied embedding once."""
+        return self._costs().parameters
+
+    def _costs(self) -> Costs:
+        return import_module("tools.benchmarking.costs").costs_of(self)  # not imported above: it needs torch
 
     def problems(self) -> Iterator[str]:
         """Yield validation errors, by flag."""

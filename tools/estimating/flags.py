@@ -12,6 +12,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", default="gpt", metavar="NAME", help=model_help)
     group.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    layer_help = "also list parameters, FLOPs and bytes by layer"
+    group.add_argument("--by-layer", action="store_true", help=layer_help)
     measure_help = "train one rank here with real tensors, and count them; other ranks are silent"
     group.add_argument("--measure", action="store_true", help=measure_help)
     group.add_argument("--rank", type=int, metavar="N", help="the rank that --measure trains (default: 0)")

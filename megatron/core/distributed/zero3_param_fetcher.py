@@ -54,7 +54,7 @@ _HAVE_NO_FORWARD = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.Paramet
 
 def units_of(module: nn.Module) -> dict[str, str]:
     """Return the unit of every parameter: parameter name -> unit name."""
-    unit_of_module = _units_of_modules(module)
+    unit_of_module = units_of_modules(module)
     units = {}
     for owner, submodule in module.named_modules():
         for name, _ in submodule.named_parameters(recurse=False):
@@ -63,7 +63,7 @@ def units_of(module: nn.Module) -> dict[str, str]:
     return units
 
 
-def _units_of_modules(module: nn.Module) -> dict[str, str]:
+def units_of_modules(module: nn.Module) -> dict[str, str]:
     """Return the unit of every module: module name -> unit name.
 
     layers                   ""            a list, without a forward, belongs to the module above
@@ -138,7 +138,7 @@ class ParamFetcher(ParamGather):
         self._claimed: set[int] = set()  # those that have a unit: the innermost whose forward adds them
 
         # the buckets of each unit
-        unit_of_module = _units_of_modules(module)
+        unit_of_module = units_of_modules(module)
         buckets_of: dict[str, list[ParamBucket]] = {unit: [] for unit in units_of(module).values()}
         for name, submodule in module.named_modules():
             unit = unit_of_module[name]

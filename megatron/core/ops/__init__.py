@@ -11,6 +11,8 @@ region_formula_helpers          helpers of its formulas
 rotary_formulas                 the rotation of queries and keys
 recomputable_tensors            tensors that a backward recomputes instead of saving them
 shard_sequence                  a rank's part of a sequence
+flops                           FLOPs by layer
+overridable_by_torch_function_mode   decisions that the prediction of memory replaces
 tensor_hash                     hashes of a tensor's bits
 cross_entropy_kernels           the work of a cross entropy on the logits of each token
 attention/, compile/            attention kernels and masks; torch.compile

@@ -1,6 +1,6 @@
 """Decisions of layers that a `torch.overrides.TorchFunctionMode` may replace, as it may any function of torch.
 
-Such a function computes with no tensor, since a mode is off inside the functions that it calls.
+Such a function computes no tensor from another, since a mode is off inside the functions that it calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,10 +23,11 @@ def blocks_to_compute(blocks: Iterable[T], size: Callable[[T], int]) -> Iterable
 
 
 @overridable
-def row_counts(counts: Tensor, total: int) -> Any:
+def row_counts(counts: Tensor, total: int, at_most: Any = None) -> Any:
     """Return numbers of rows, int64 of any shape, as nested lists. They wait for the device, and add up to `total`.
 
-    A mode without values spreads `total` rows evenly.
+    A mode without values, as in a prediction of memory, gives `at_most`, nested lists of the same shape: the rows that a
+    layer may receive at the most, which it knows. None: it spreads `total` rows evenly.
     """
     return counts.tolist()
 

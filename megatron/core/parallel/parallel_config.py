@@ -141,6 +141,10 @@ class ParallelConfig(FlagConfig):
         """Whether sequence parallelism has an effect: it shards over tensor-parallel ranks."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
+    def comm_type_of_layer(self, layer: int) -> str:
+        """Return how the attention of a layer, from 0 over the whole model, sees keys of ranks that share its samples."""
+        return self.cp_comm_type[layer % len(self.cp_comm_type)]
+
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""

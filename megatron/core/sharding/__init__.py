@@ -2,5 +2,6 @@
 
 boxes             index ranges of a tensor, one a dimension; intersecting them reshards (no torch)
 placement         how a parameter is sharded and replicated (no torch)
+stacked_matrices  the matrices that one parameter stacks (no torch)
 initial_values    the same initial weights in any layout
 """

@@ -6,6 +6,7 @@ when it creates the parameter. Nothing else says how it is sharded.
 | question                    | answer                                                                            |
 |-----------------------------|-----------------------------------------------------------------------------------|
 | initial value               | `init`, drawn for the global tensor of `shape`; a rank takes its `pieces`         |
+|                             | `init_per_matrix`: for each of the matrices that it stacks                        |
 | gradient buffer             | shared by parameters of equal (`reduce_over`, `partial_grad` over "embd", dtype)  |
 | sums after the backward     | over `reduce_over`, and for `partial_grads` over each of their axes               |
 | elements counted in a norm  | `owned_pieces`: each element has one owner                                        |
@@ -84,6 +85,10 @@ class Placement:
     rows: tuple[Rows, ...] = ()  # this rank's rows of dimension 0, in order, if they are not an equal shard
     # rows of each matrix in a group (q|k|v), where dimension 0 consists of groups of fused matrices
     interleaved: tuple[int, ...] = ()
+    # The tensor stacks matrices (`stacked_matrices.py`), and each has the initial value of a tensor of its own: by its
+    # fans, where `init` follows them (Xavier, Kaiming). False: that of one whole tensor, as of Megatron's fused weights;
+    # XavierUniform takes the last two dimensions for the matrix also then.
+    init_per_matrix: bool = False
 
 
 def placement_of(tensor: Any) -> Placement | None:

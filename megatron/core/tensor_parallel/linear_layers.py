@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.initial_values import draw_parameter_seed, initialize_parameter
@@ -130,6 +131,7 @@ class ColumnParallelLinear(nn.Module):
     Every rank of the axis must call. Raises ValueError if the ranks do not divide the output.
     blocks: sizes of fused parts of the output (gate|up); each is sharded by itself. rows: this rank's features, if they
     are not an equal share. interleaved: sizes of the fused parts of a group of features (q|k|v), if such groups repeat.
+    init_per_matrix: each fused part has the initial value of a weight of its own, by its own fans.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class ColumnParallelLinear(nn.Module):
         blocks: tuple[int, ...] = (),
         rows: tuple[Rows, ...] = (),
         interleaved: tuple[int, ...] = (),
+        init_per_matrix: bool = False,
     ):
         super().__init__()
         self.tp = tp
@@ -159,7 +162,8 @@ class ColumnParallelLinear(nn.Module):
             for block in blocks or (output_size,):
                 local_size += size_per_rank("output size of a column-parallel layer", block, tp.axis)
             sharding = {"shard": {tp.axis.name: 0}, "blocks": blocks}
-        weight_placement = Placement((output_size, input_size), init, interleaved=interleaved, **sharding)
+        sizes = (output_size, input_size)
+        weight_placement = Placement(sizes, init, interleaved=interleaved, init_per_matrix=init_per_matrix, **sharding)
         self.weight = tp.parameter((local_size, input_size), weight_placement)
         self.matmul_state = tp.matmul_state(weight_placement)
         self.bias = None
@@ -174,6 +178,9 @@ class ColumnParallelLinear(nn.Module):
             y = autograd_collectives.gather_last(y, self.tp.axis)  # [s, b, out]
             y = _reorder_gathered_blocks(y, self.blocks, self.tp.axis.size)
         return y, self.bias if self.skip_bias_add else None
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        return weight_flops(x, self.weight)
 
 
 def _reorder_gathered_blocks(y: Tensor, blocks: tuple[int, ...], ranks: int) -> Tensor:
@@ -224,6 +231,9 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             z = z.add_(self.bias)
         return z, None
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        return weight_flops(x, self.weight)
 
 
 def _sum_over_ranks(sequence_parallel: bool) -> AutogradCollective:
@@ -285,6 +295,9 @@ class VocabParallelEmbedding(nn.Module):
         embedded = lookup(local_ids, self.weight)  # [s, b, h]
         embedded = embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
         return _sum_over_ranks(self.sequence_parallel)(embedded, self.axis)  # [s, b, h] or [s/t, b, h]
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        return Flops()  # a lookup is no product
 
 
 def local_sequence_slice(length: int, tp: TensorParallel) -> slice:

@@ -23,6 +23,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.sharding.placement import Rows
@@ -30,7 +31,7 @@ from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel, size_per_rank
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
-from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention, core_attention_flops
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
@@ -105,6 +106,7 @@ class ParallelAttention(nn.Module):
         self.layer = layer
         self.window_left = config.window_left(layer)  # None: no window
         self.recomputes_core = config.recomputes("core_attn")
+        self.query_width = n * d  # of all ranks' query heads
 
         # rotary positions
         self.rope = config.rope_of(layer)  # index into config.ropes; None: this layer does not rotate
@@ -180,6 +182,14 @@ class ParallelAttention(nn.Module):
         if self.recomputes_core:
             return recompute_in_backward(self.core_attention, self.keys, q, k, v, mask, modules=[self.core_attention])
         return self.core_attention(q, k, v, mask)
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        x = replace(x, window_left=self.window_left, memory=None)
+        heads = x.after(self.linear_qkv, self.q_layernorm, self.k_layernorm)
+        core = core_attention_flops(self.core_attention, heads, self.query_width, recompute=self.recomputes_core)
+        flops = flops_of(self.linear_qkv, x) + core
+        flops += flops_of(self.linear_proj, heads.after(self.core_attention))
+        return flops + further_flops(self, x, (self.linear_qkv, self.core_attention, self.linear_proj))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """Cross-attention, as of a decoder to its encoder's output, with heads sharded over the tensor-parallel ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.attention.kv_cache import CrossAttentionCache, DecoderCache
 from megatron.core.ops.attention.masks import HoldsTensors, Mask, tensors_of
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
-from megatron.core.transformer.dot_product_attention import CoreAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention, core_attention_flops
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -49,6 +50,7 @@ class ParallelCrossAttention(nn.Module):
         )
         self.core_attention = make_core(config, layer, context)
         self.linear_proj = RowParallelLinear(n * d, config.hidden_size, init=config.output_init, **options)
+        self.query_width = n * d  # of all ranks' query heads
 
     def forward(
         self, x: Tensor, memory: Tensor | None, mask: Tensor | None = None, cache: CrossAttentionCache | None = None
@@ -74,6 +76,18 @@ class ParallelCrossAttention(nn.Module):
         mixed_kv = self.linear_kv(memory)[0].unflatten(-1, (self.heads, 2, self.head_width))  # [m, b, n/t, 2, d]
         k, v = mixed_kv.unbind(3)
         return k, v
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        memory = x.memory
+        if memory is None:
+            raise ValueError("cross-attention: the FLOPs of x.memory, the other sequence, are asked for without one")
+        heads = x.after(self.linear_q, self.linear_kv)
+        if memory.requires_grad:
+            heads = replace(heads, requires_grad=True)
+        flops = flops_of(self.linear_q, x) + flops_of(self.linear_kv, memory)
+        flops += core_attention_flops(self.core_attention, heads, self.query_width)
+        flops += flops_of(self.linear_proj, heads.after(self.core_attention))
+        return flops + further_flops(self, x, (self.linear_q, self.linear_kv, self.core_attention, self.linear_proj))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from megatron.core.context_parallel.cp_attention import AttentionInputs
 from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback
 from megatron.core.ops.attention.masks import Mask, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.flops import CountsFlops, Flops, LayerInput, attention_flops, flops_of
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.placement import Normal, Placement
@@ -36,6 +37,7 @@ class CoreAttention(nn.Module):
         first_head = head_rank * config.num_attention_heads // (context.tp.axis.size * self.head_axis.size)
         self.dropout = AttentionDropout(config.attention_dropout, context.keys, layer, first_head)
         self.backend = config.attention_backend
+        self.width = config.num_attention_heads * config.head_width  # of all ranks' query heads
         self.way = context.tp.matmul_modes.attention
         self.query_factor = config.query_factor(layer)
         self.softcap = config.attn_logit_softcapping
@@ -84,6 +86,9 @@ class CoreAttention(nn.Module):
         options = () if scoring is None else (scoring,)
         return kernel.compute(q, k, v, mask, self.dropout, *options).permute(2, 0, 1, 3)  # [s, b, n, d]
 
+    def count_flops(self, x: LayerInput) -> Flops:
+        return attention_flops(x, self.width)
+
     def scoring(self, q: Tensor, bias: Tensor | None = None) -> SoftmaxOptions | None:
         """Return how the softmax differs from a plain one, None if it does not.
 
@@ -100,6 +105,17 @@ class CoreAttention(nn.Module):
         else:
             sinks = None
         return SoftmaxOptions(self.softcap, sinks, bias)
+
+
+def core_attention_flops(core: nn.Module, x: LayerInput, width: int, *, recompute: bool = False) -> Flops:
+    """Return the FLOPs of a layer's core attention: what it says itself, else those of our `CoreAttention`.
+
+    width: of all query heads together. recompute: the backward runs its forward again.
+    """
+    if isinstance(core, CountsFlops):
+        return flops_of(core, x, recompute=recompute)
+    flops = flops_of(core, x) + attention_flops(x, width)
+    return flops.recomputed() if recompute else flops
 
 
 class DotProductAttention(CoreAttention):

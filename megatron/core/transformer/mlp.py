@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.flops import Flops, LayerInput, children_flops
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -62,6 +63,10 @@ class ParallelMLP(nn.Module):
         x: [s, b, h] ([s/t, b, h] under sequence parallelism).
         """
         return self.activation(*self.linear_fc1(x))
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        flops = children_flops(self, x)
+        return flops.recomputed() if self.tiles > 1 else flops
 
 
 @accepts_defaults_only(activation_func=None)

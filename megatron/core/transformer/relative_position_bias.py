@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.core.ops.flops import Flops, LayerInput
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -56,6 +57,9 @@ class RelativePositionEmbedding(nn.Module):
 
     def forward(self) -> Tensor:
         return self.weight.clone()  # ZeRO stage 3 frees the parameter after its module's forward
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        return Flops()  # a lookup is no product
 
 
 class RelativeBiasFromWeight:

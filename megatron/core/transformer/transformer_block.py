@@ -14,6 +14,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
 from megatron.core.ops.attention.masks import Documents, Mask, tensors_of
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.transformer.cross_attention import CrossAttentionState
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
@@ -183,6 +184,14 @@ class TransformerBlock(HoldsActivations, MegatronModule):
         if self.final_layernorm is not None:
             x = self.final_layernorm(x)
         return x
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        flops = Flops()
+        for group in self._groups():
+            for layer in group.layers:
+                flops += flops_of(layer, x, recompute=group.recompute)
+                x = x.after(layer)
+        return flops + further_flops(self, x, (self.layers,))
 
     def _positions(
         self, length: int, cache: AttentionCache | None, position_ids: Tensor | None, device: torch.device

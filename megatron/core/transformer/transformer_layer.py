@@ -20,6 +20,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
 from megatron.core.ops.attention.masks import Documents, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.parallel.global_state import get_global_state
@@ -266,6 +267,26 @@ class TransformerLayer(MegatronModule):
         x, out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
         x = self._add_residual(x, out, self.mlp_bda, self.mlp_dropout, self.post_mlp_layernorm)
         return x, context
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        memory = x.memory
+        x = replace(x, memory=None)
+        flops = flops_of(self.self_attention, x.after(self.input_layernorm))
+
+        # the blocks that follow read a sum with the result of attention, unless all blocks read x
+        reads = x
+        if not self.norm_placement.startswith("parallel"):
+            reads = x.after(self.input_layernorm, self.self_attention, self.post_self_attn_layernorm)
+        elif _is_absent(self.pre_mlp_layernorm):
+            reads = x.after(self.input_layernorm)
+        if self.cross_attention is not None:
+            reads = reads.after(self.pre_cross_attn_layernorm)
+            flops += flops_of(self.cross_attention, replace(reads, memory=memory))
+            reads = reads.after(self.cross_attention)
+            if memory is not None and memory.requires_grad:
+                reads = replace(reads, requires_grad=True)
+        flops += flops_of(self.mlp, reads.after(self.pre_mlp_layernorm), recompute=self.recomputes_mlp)
+        return flops + further_flops(self, x, (self.self_attention, self.cross_attention, self.mlp))
 
     def _run_mlp(self, normed: Tensor) -> Any:
         """Run the MLP on [s, b, h] ([s/t, b, h] under sequence parallelism), to the same shape, or (output, bias [h]).

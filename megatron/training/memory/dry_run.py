@@ -11,18 +11,20 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.base import rank_status
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
+from megatron.core.distributed.zero3_param_fetcher import units_of_modules
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
 from megatron.core.offload.checksummed_file import BLOCK
 from megatron.core.offload.host_and_file_stores import FileTensor
@@ -49,11 +51,12 @@ from megatron.training.build_model_and_optimizer import (
 )
 from megatron.training.global_vars import Runtime, acting_as
 from megatron.training.memory.bytes_by_tier import Element
-from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup, ShapesOnly
+from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup, ShapesOnly, ValuesWithKnownSizes
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.step import train_step
 
-PASSING = ("gradients", "activations", "communication", "slices")  # kinds of memory that an action may change
+ACTIVATIONS = "activations"
+PASSING = ("gradients", ACTIVATIONS, "communication", "slices")  # kinds of memory that an action may change
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
@@ -88,6 +91,8 @@ class Profile:
     slices: int = 0  # bytes on the host: slices of state in a file while they are read, updated and written
     # (operation, chunk number, microbatch) -> bytes
     changes: dict[tuple[Op, int, int | None], MemoryDelta] = field(default_factory=dict)
+    # by chunk number: name of a module -> bytes of activations that its forward of a microbatch leaves
+    left_by_module: list[Counter[str]] = field(default_factory=list)
     end: MemoryDelta = MemoryDelta(Counter(), Counter())  # from the last action to the end of the step
 
 
@@ -268,10 +273,27 @@ def _random_state_restored() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
+@contextlib.contextmanager
+def built_without_values(job: Job, rank: int) -> Iterator[tuple[Runtime, dict[int, nn.Module]]]:
+    """Build the model chunks of one rank, by stage, on the meta device; within the block this thread acts as that rank."""
+    mesh = mesh_of(job.runtime.config, job.runtime.world_size, rank)
+    device = Device("cpu")
+    if job.accelerator:
+        device.torch_device = META
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_random_state_restored())
+        stack.enter_context(rank_status.without_recording_calls())
+        runtime = stack.enter_context(alone(job.runtime, mesh, device=device, offload_store=None))
+        stack.enter_context(META)
+        stack.enter_context(ShapesOnly("accelerator" if job.accelerator else "cpu"))
+        yield runtime, make_chunks(job.model_provider, runtime)
+
+
+def dry_run(job: Job, rank: int, *, values: bool = False, by_module: bool = False) -> Profile:
     """Run the training step of one rank in this process, and return the memory of each of its actions.
 
-    values: use real tensors on this CPU; else only shapes, which take almost no memory.
+    values: use real tensors on this CPU; else only shapes, which take almost no memory. by_module: fill `left_by_module`.
+    Raises SizesFromDataError with values, if the model asks for sizes that depend on them.
     """
     # the rank: its mesh, its device, and an offload store without values
     config = job.runtime.config
@@ -297,6 +319,8 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
         if shapes is not None:
             stack.enter_context(META)
             stack.enter_context(shapes)
+        else:
+            stack.enter_context(ValuesWithKnownSizes())
         tracker = stack.enter_context(MemoryTracker(shapes_only=not values))
 
         # build the rank
@@ -346,9 +370,63 @@ def dry_run(job: Job, rank: int, *, values: bool = False) -> Profile:
             or config.data_parallel.overlap_grad_reduce
             or config.transformer.contiguous_checkpointing
         )
+        left = None
+        if by_module:
+            left = LeftByModule([chunk.module for chunk in parts.chunks.values()], tracker)
+            profile.left_by_module = left.by_chunk
         for _ in range(2 if first_step_differs else 1):
-            _run_step(parts, profile, tracker, offloaded_stages, runtime)
+            _run_step(parts, profile, tracker, offloaded_stages, runtime, left)
     return profile
+
+
+def layout_of_layers(job: Job, rank: int) -> tuple:
+    """Return what distinguishes the layers of a rank's stages, as they are built: the classes of all modules in order, and
+    the shape and the dtype of each parameter, and whether it is trained."""
+    with built_without_values(job, rank) as (_, chunks):
+        modules = []
+        for chunk in chunks.values():
+            for module in chunk.modules():
+                own = [(tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters(recurse=False)]
+                modules.append((type(module), tuple(own)))
+    return tuple(modules)
+
+
+class LeftByModule:
+    """Bytes of activations that the forward of a microbatch leaves, by the module that allocated them.
+
+    Modules are those that ZeRO stage 3 gathers one after the other (`units_of_modules`), such as a layer; a module's bytes
+    are without those of modules below it. The last microbatch of a step counts.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module], tracker: MemoryTracker):
+        self.by_chunk: list[Counter[str]] = []  # name of a module -> bytes
+        self._tracker = tracker
+        self._callers: list[object] = []  # labels of the modules whose forwards have begun
+        for number, chunk in enumerate(chunks):
+            left = Counter(dict.fromkeys(units_of_modules(chunk).values(), 0))
+            self.by_chunk.append(left)
+            for name in left:
+                module = chunk.get_submodule(name)
+                module.register_forward_pre_hook(partial(self._enter, (number, name)))
+                module.register_forward_hook(self._leave)
+
+    def _enter(self, label: tuple[int, str], module: nn.Module, inputs: Any) -> None:
+        self._callers.append(self._tracker.label)
+        self._tracker.label = label
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._tracker.label = self._callers.pop()
+
+    @contextlib.contextmanager
+    def counting(self, number: int) -> Iterator[None]:
+        """Count what the forward of chunk `number`, in this block, leaves."""
+        self._callers = []
+        self._tracker.start_labels()
+        yield
+        left = self.by_chunk[number]
+        for name in left:
+            left[name] = self._tracker.labelled(ACTIVATIONS, (number, name))
+        self._tracker.start_labels()
 
 
 def _parameters_of(parts: RankParts) -> int:
@@ -413,6 +491,7 @@ def _run_step(
     tracker: MemoryTracker,
     offloaded_stages: list[StageActivations],
     runtime: Runtime,
+    left: LeftByModule | None = None,
 ) -> None:
     """Run one training step and write what each action added into the profile."""
     chunk_of = {stage: number for number, stage in enumerate(parts.chunks)}
@@ -428,7 +507,9 @@ def _run_step(
         before = tracker.now()
         offloaded_before = offloaded_bytes()
         tracker.restart()
-        yield
+        counts = left is not None and action.op is Op.F
+        with left.counting(chunk_of[action.stage]) if counts else contextlib.nullcontext():
+            yield
         after_last_action = tracker.now()
         profile.changes[action.op, chunk_of[action.stage], action.microbatch] = MemoryDelta(
             left=_difference(after_last_action, before),

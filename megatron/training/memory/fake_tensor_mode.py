@@ -4,7 +4,7 @@
         x = torch.randn(4096, 12288)    made on torch's meta device
         x.device                        says cpu, so that code chooses the kernels of that device
         x.sum().item()                  0.0: every number that is read is 0, every condition is false
-    row_counts(counts, total)       as if rows were spread evenly
+    row_counts(counts, total, ...)  the most rows that the layer says, else as if rows were spread evenly
     blocks_to_compute(...)          the largest block alone (`core/ops/overridable_by_torch_function_mode.py`)
 
 `FakeGroup` takes the place of a process group, so no other rank is needed.
@@ -64,7 +64,7 @@ class ShapesOnly(TorchFunctionMode):
         if func == _DEVICE:
             return self.reported_device if args[0].is_meta else func(*args)
         if func in _DECISIONS:
-            return _DECISIONS[func](*args)
+            return _DECISIONS[func](*args, **kwargs)
         if func in _KERNELS:
             return _KERNELS[func](self.on_cpu, *args, **kwargs)
         if func in _DISTINCT and args[0].is_meta:
@@ -83,6 +83,19 @@ class ShapesOnly(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
+
+
+class SizesFromDataError(Exception):
+    """A step with values asked for sizes that depend on the data."""
+
+
+class ValuesWithKnownSizes(TorchFunctionMode):
+    """Refuse sizes that depend on data, inside the block: with values they are those of these data, not the largest."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is row_counts:
+            raise SizesFromDataError
+        return func(*args, **(kwargs or {}))
 
 
 def _is_device(x: Any) -> bool:
@@ -218,7 +231,7 @@ _ANSWERS: dict[Any, Callable] = {
 }
 _DECISIONS: dict[Any, Callable] = {
     # The largest block stands for all, since the memory of each is freed at its end.
-    row_counts: lambda counts, total: _even_row_counts(counts, total),
+    row_counts: lambda counts, total, at_most=None: _even_row_counts(counts, total) if at_most is None else at_most,
     blocks_to_compute: lambda blocks, size: sorted(blocks, key=size, reverse=True)[:1],
     checkpoint_determinism_check: lambda: "none",  # it compares devices, and those of shapes have two names
 }

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.offload.host_and_file_stores import FileOffloadStore
-from megatron.core.optimizer.param_groups import default_group
+from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import size_of
@@ -38,41 +38,47 @@ def state_bytes(runtime: Runtime, modules: Iterable[nn.Module]) -> Bytes:
 
     Frozen parameters are a part of it, and have no gradients and no optimizer state.
     """
+    return parameter_state_bytes(runtime, (named for module in modules for named in module.named_parameters()))
+
+
+def parameter_state_bytes(
+    runtime: Runtime, parameters: Iterable[tuple[str, nn.Parameter]], group_of: GroupRule = default_group
+) -> Bytes:
+    """Return the bytes of `state_bytes` for these parameters, by name."""
     config = runtime.config
     data_parallel = config.data_parallel
     optimizer = config.optimizer
     offload = config.offload
-    group_of = optimizer.grouping(default_group)
+    group_of = optimizer.grouping(group_of)
     total: dict[str, Counter[str]] = defaultdict(Counter)
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            is_trained = parameter.requires_grad
-            divides_outer = is_trained and data_parallel.divides_over_outer
-            axes = runtime.mesh.grad_axes(parameter.placement.reduce_over, shards=True, divides_outer=divides_outer)
-            element = Element.frozen(parameter.element_size())
-            if is_trained:
-                moments = optimizer.rule(group_of(name, parameter.placement).optimizer).states(optimizer)
-                element = Element.of(
-                    parameter.element_size(),
-                    len(moments),
-                    gradient=2 if data_parallel.main_grads_dtype == "bf16" else None,
-                    splits_masters=optimizer.reuse_fp32_param,
-                )
-            by_tier = bytes_by_tier(
-                parameter.numel(),
-                element,
-                stage=data_parallel.stage,
-                shards=axes.shard.size,
-                outer=axes.outer.size,
-                tier=offload.tier,
-                fraction=offload.optimizer_offload_fraction,
-                offload_params=offload.offload_params,
+    for name, parameter in parameters:
+        is_trained = parameter.requires_grad
+        divides_outer = is_trained and data_parallel.divides_over_outer
+        axes = runtime.mesh.grad_axes(parameter.placement.reduce_over, shards=True, divides_outer=divides_outer)
+        element = Element.frozen(parameter.element_size())
+        if is_trained:
+            moments = optimizer.rule(group_of(name, parameter.placement).optimizer).states(optimizer)
+            element = Element.of(
+                parameter.element_size(),
+                len(moments),
+                gradient=2 if data_parallel.main_grads_dtype == "bf16" else None,
+                splits_masters=optimizer.reuse_fp32_param,
             )
-            for tier, kinds in by_tier.items():
-                # all parameters pass through the same host buffers, so these do not add up
-                slices = max(kinds.pop("slices", 0), total[tier]["slices"])
-                total[tier].update(kinds)
-                total[tier]["slices"] = slices
+        by_tier = bytes_by_tier(
+            parameter.numel(),
+            element,
+            stage=data_parallel.stage,
+            shards=axes.shard.size,
+            outer=axes.outer.size,
+            tier=offload.tier,
+            fraction=offload.optimizer_offload_fraction,
+            offload_params=offload.offload_params,
+        )
+        for tier, kinds in by_tier.items():
+            # all parameters pass through the same host buffers, so these do not add up
+            slices = max(kinds.pop("slices", 0), total[tier]["slices"])
+            total[tier].update(kinds)
+            total[tier]["slices"] = slices
     return {tier: dict(+kinds) for tier, kinds in total.items()}
 
 

@@ -17,7 +17,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedule.actions import Op
 from megatron.training.arguments.config import Config
-from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, mesh_of
+from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, layout_of_layers, mesh_of
+from megatron.training.memory.fake_tensor_mode import SizesFromDataError
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 STATE = "parameters, gradients and optimizer state"  # the name of the first three kinds in messages
@@ -132,32 +133,53 @@ class Forecast:
 
 
 def forecast(job: Job) -> list[RankMemory]:
-    """Predict the memory of each pipeline rank, in this process. Ranks with the same layers share a dry run."""
+    """Predict the memory of each pipeline rank, in this process."""
+    return [predicted_of(profile, pp_rank) for pp_rank, profile in enumerate(profiles_of(job))]
+
+
+def profiles_of(job: Job, *, by_module: bool = False) -> list[Profile]:
+    """Return the profile of each pipeline rank. Ranks with the same layers share a dry run.
+
+    by_module: fill `left_by_module`.
+    """
     config = job.runtime.config
-    stages = config.stages
-    profiles: dict[tuple, Profile] = {}  # by what distinguishes the stages of a rank
-    ranks = []
-    for pp_rank, rank in enumerate(mesh_of(config, job.runtime.world_size, 0)["pp"].ranks):
-        # Layers of one stage cost the same as those of another; the first and last stage add embedding and loss.
-        rank_stages = []
-        for stage in stages.of_rank(pp_rank):
-            is_first = stage == 0
-            is_last = stage == stages.last
-            rank_stages.append((_layer_counts(config, stage), is_first, is_last))
-        key = tuple(rank_stages)
-        if key not in profiles:
-            profiles[key] = dry_run(job, rank, values=_is_small(job))
-        ranks.append(predicted_of(profiles[key], pp_rank))
-    return ranks
+    ranks = mesh_of(config, job.runtime.world_size, 0)["pp"].ranks
+
+    # ranks whose settings say the same of their layers, and of these, those whose layers are built the same
+    keys = [tuple(_stage_settings(config, stage) for stage in config.stages.of_rank(pp)) for pp in range(len(ranks))]
+    num_alike = Counter(keys)
+    profiles: dict[tuple, Profile] = {}
+    result = []
+    for key, rank in zip(keys, ranks):
+        built = layout_of_layers(job, rank) if num_alike[key] > 1 else ()
+        if (key, built) not in profiles:
+            profiles[key, built] = _profile(job, rank, by_module)
+        result.append(profiles[key, built])
+    return result
 
 
-def _layer_counts(config: Config, stage: int) -> tuple[int, int, bool]:
-    """Return (layers of the stage, how many of them are encoder layers, whether the encoder's last is among them)."""
+def _profile(job: Job, rank: int, by_module: bool) -> Profile:
+    """Run the dry run of a rank, with values if that is faster and the model's sizes do not depend on them."""
+    if _is_small(job):
+        try:
+            return dry_run(job, rank, values=True, by_module=by_module)
+        except SizesFromDataError:
+            pass
+    return dry_run(job, rank, by_module=by_module)
+
+
+def _stage_settings(config: Config, stage: int) -> tuple:
+    """Return what the settings say of a stage's memory: its layers, what surrounds them, and what the layers do not show.
+
+    How many layers there are and how many of them are encoder layers, whether the stage is the first, the last or ends the
+    encoder; for each layer its window, and how it sees keys of other ranks.
+    """
     layers = config.layer_split[stage]
     model = config.transformer
     encoder_layers = sum(layer < model.num_layers for layer in layers)
     ends_encoder = model.decoder_layers > 0 and model.num_layers - 1 in layers
-    return len(layers), encoder_layers, ends_encoder
+    of_layers = tuple((model.window_left(layer), config.parallel.comm_type_of_layer(layer)) for layer in layers)
+    return len(layers), encoder_layers, ends_encoder, stage == 0, stage == config.stages.last, of_layers
 
 
 def _is_small(job: Job) -> bool:

@@ -36,6 +36,7 @@ class _Memory:
     kind: str
     bytes: int
     keeps_kind: bool  # whatever code it passes through
+    label: object = None  # the tracker's when it was allocated
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -53,6 +54,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._storages: dict[int, _Memory] = {}  # by the storage's id
+        self.label: object = None  # of what is allocated now, such as the module that runs
 
     def __enter__(self) -> "MemoryTracker":
         resize_storage.listeners.append(self._resized)
@@ -140,6 +142,16 @@ class MemoryTracker(TorchDispatchMode):
         """Return the live bytes by kind."""
         return +self.live
 
+    def start_labels(self) -> None:
+        """Forget the labels of what is allocated; what is allocated from here on has that of `label`."""
+        self.label = None
+        for memory in self._storages.values():
+            memory.label = None
+
+    def labelled(self, kind: str, label: object) -> int:
+        """Return the live bytes of a kind that were allocated under a label."""
+        return sum(memory.bytes for memory in self._storages.values() if memory.label == label and memory.kind == kind)
+
     def restart(self) -> None:
         """Start to measure peaks anew, from the memory that is live now."""
         self.peak = Counter()
@@ -171,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
         if memory is None:
             # No operator frees a storage, so a weak reference tells when it is freed.
             reference = weakref.ref(storage, lambda _: self._forget(key))
-            memory = _Memory(reference, kind, storage.nbytes(), keeps_kind)
+            memory = _Memory(reference, kind, storage.nbytes(), keeps_kind, self.label)
             self._storages[key] = memory
         elif keeps_kind or not memory.keeps_kind:
             self.live[memory.kind] -= memory.bytes

@@ -107,7 +107,6 @@ FOREIGN = {
         "megatron/core/utils.py": "module",
     },
     "ours, which scripts' classes alone have": {"megatron/training/checkpointing/model_name.py": "model_name"},
-    "ours, which a script's model may lack": {"megatron/training/trainer.py": "rules"},
     "Megatron's, of a data set": {"megatron/core/datasets/blended_dataset.py": "dataset_path"},
     "Megatron's, which a script sets on parameters": {
         "megatron/training/build_model_and_optimizer.py": "sequence_parallel"

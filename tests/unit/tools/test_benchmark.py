@@ -50,6 +50,13 @@ def test_flops_and_parameters_of_a_bert_have_its_heads_dense_layer():
     assert Work(**MODELS["bert-small"] | base).parameters == 110_106_428
 
 
+@pytest.mark.parametrize("name", ["framework", "llama-small", "bert-small"])
+def test_flops_of_a_work_are_those_of_the_closed_form(name: str):
+    work = Work(**MODELS[name])
+    assert work.flops_per_token == work.shape.flops_per_token(full_attention=name == "bert-small")
+    assert work.flops_per_token_full_attention == work.shape.flops_per_token(full_attention=True)
+
+
 def test_gpt2_small_has_the_parameters_of_gpt2():
     assert Work(**MODELS["gpt2-small"], seq_length=1024).parameters == 124_439_808
     assert Work(**MODELS["gpt2-small"]).padded_vocab_size == 50304

@@ -14,17 +14,19 @@ tied, on the last, as in a GPT. A stage may end anywhere, also in the middle of 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.models.common.embeddings.embedding import Embedding
-from megatron.core.models.common.language_model import LanguageModelStage, output_logits
+from megatron.core.models.common.language_model import LanguageModelStage, head_flops, output_logits
 from megatron.core.models.common.model_rules import T5_RULES
 from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import DecoderCache
 from megatron.core.ops.attention.masks import MaskWithBias
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
@@ -218,6 +220,18 @@ class EncoderDecoder(nn.Module):
         positions = self.context.positions(num_rows, torch.device("cpu"))
         return bias.bias(weight, rows.within_layers.global_length(num_rows), positions)
 
+    def count_flops(self, x: LayerInput, *, decoder_seq_length: int) -> Flops:
+        """x: the encoder's text."""
+        if self.pre_process:
+            x = x.after(self.embedding)
+        y = replace(x, tokens=decoder_seq_length)
+        x = replace(x, causal=False)
+        flops = flops_of(self.encoder, x)
+        y = replace(y, memory=x.after(self.encoder))
+        flops += flops_of(self.decoder, y)
+        flops += head_flops(self.output_layer, self.embedding, y.after(self.encoder, self.decoder))
+        return flops + further_flops(self, x, (self.encoder, self.decoder, self.output_layer))
+
     def logits(self, x: Tensor, *labels_and_loss: Any) -> Tensor:
         """Apply the output layer of the last stage to x [m, b, h]: -> logits [m, b, padded vocabulary / t].
 
@@ -276,6 +290,10 @@ class T5Model(LanguageModelStage):
             return self.batch_first_logits(self.language_model.logits(y))  # [b, m, v/t]
         losses = self.language_model.logits(y, lm_labels.t(), self.losses)  # [m, b]
         return self.batch_first(losses)
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        flops = flops_of(self.language_model, x, decoder_seq_length=self.decoder_seq_length)
+        return flops + further_flops(self, x, (self.language_model,))
 
     def boundary(
         self, micro_batch_size: int, seq_length: int, decoder_seq_length: int | None = None

@@ -3,6 +3,7 @@
 Its blocks are pre-norm, as Megatron trains it, or post-norm with --norm-placement post.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.common.model_rules import BERT_RULES
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops, weight_flops
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.sharding.placement import Constant, InitialValue, Placement
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -32,6 +34,9 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tp.linear(x, self.weight, self.matmul_state) + self.bias
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        return weight_flops(x, self.weight)
 
 
 class Pooler(nn.Module):
@@ -141,3 +146,9 @@ class BertModel(LanguageModelStage):
         if lm_labels is None:
             return self.batch_first_logits(logits), order_logits
         return self.batch_first(self.losses(logits, lm_labels.t())), order_logits
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """The order of sentences, for which one token of a sample is read, does not count."""
+        x = replace(x, causal=False)
+        flops = flops_of(self.language_model, x, transform=self.lm_head)
+        return flops + further_flops(self, x, (self.language_model, self.lm_head, self.pooler, self.binary_head))

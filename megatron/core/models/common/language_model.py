@@ -11,6 +11,7 @@ from megatron.core.models.common.model_rules import NO_RULES
 from megatron.core.models.common.output_layer import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.compile.compiled_region import compiles
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import losses_and_cross_entropy
@@ -102,6 +103,15 @@ class TransformerLanguageModel(nn.Module):
         options = (position_ids,) if self.restarts_positions else ()
         return self.decoder(x, mask, cache, *options)
 
+    def count_flops(self, x: LayerInput, transform: nn.Module | None = None) -> Flops:
+        """transform: what the model computes between the layers and the output layer."""
+        if self.pre_process:
+            x = x.after(self.embedding)
+        last = x.after(self.decoder)
+        flops = flops_of(self.decoder, x) + flops_of(transform, last)
+        flops += head_flops(self.output_layer, self.embedding, last.after(transform))
+        return flops + further_flops(self, last, (self.decoder, transform, self.output_layer))
+
     def logits(self, x: Tensor, *labels_and_loss: Any) -> Tensor:
         """Apply the output layer of the last stage to x [s, b, h]: -> logits [s, b, padded vocabulary / t].
 
@@ -124,6 +134,13 @@ def output_logits(head: LanguageModelHead, embedding: Embedding | None, x: Tenso
         labels, loss = labels_and_loss
         return loss(head(x, weight), labels)
     return head(x, weight, *labels_and_loss)
+
+
+def head_flops(head: nn.Module | None, embedding: Embedding | None, x: LayerInput) -> Flops:
+    """Return the FLOPs of an output layer, whose weight is the embedding's if it has none of its own. None: no head."""
+    if isinstance(head, LanguageModelHead) and head.weight is None:
+        return flops_of(head, x, tied_weight=embedding.word_embeddings.weight)
+    return flops_of(head, x)
 
 
 class LanguageModelStage(nn.Module):

@@ -31,14 +31,12 @@ class ModelRules:
     reads_text: --data-path names token files; the run checks for them before ranks communicate.
     has_experts: parameters are sharded over expert-parallel ranks. A model with a name and without experts refuses
         --expert-model-parallel-size at once, any other when it is built.
-    is_bert: a token sees both sides, and a dense layer precedes the output layer, which counts among its FLOPs.
     """
 
     model: str = ""
     unread: Mapping[str, str] = field(default_factory=dict)
     problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []
     reads_text: bool = False
-    is_bert: bool = False
     has_experts: bool = False
 
     def expert_problems(self, config: Any) -> list[str]:
@@ -144,7 +142,7 @@ GPT_RULES = ModelRules(
     problems=_problems_of_gpt,
     reads_text=True,
 )
-BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True, is_bert=True)
+BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True)
 T5_RULES = ModelRules(
     model="T5Model",
     unread={"bert_binary_head": "only pretrain_bert.py has pairs of texts"},

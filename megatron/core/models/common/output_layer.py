@@ -1,11 +1,13 @@
 """The output layer: from hidden states to logits, sharded over the vocabulary."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.flops import Flops, LayerInput
 from megatron.core.sharding.placement import Constant, Placement
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
@@ -37,6 +39,7 @@ class LanguageModelHead(nn.Module):
         self.softcap = config.final_logit_softcapping
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         weight_placement = Placement((vocab_size, config.hidden_size), config.init, shard={tp.axis.name: 0})
+        self.global_shape = weight_placement.shape  # of the weight, without padding: [vocabulary, h]
         self.matmul_state = tp.matmul_state(weight_placement)  # of the product; a tied weight is the embedding's
         if config.untie_embeddings_and_output_weights:
             self.weight = tp.parameter((rows, config.hidden_size), weight_placement)
@@ -67,6 +70,14 @@ class LanguageModelHead(nn.Module):
         labels = labels.unflatten(0, (ranks, -1)).transpose(0, 1)  # [s, b] -> [s/t, t, b]
         losses = run_tiled(tile_losses, self.tiles, self.keys, x, labels)  # [s/t, t, b, ..]
         return losses.transpose(0, 1).flatten(0, 1)  # [s, b, ..]
+
+    def count_flops(self, x: LayerInput, tied_weight: Tensor | None = None) -> Flops:
+        """tied_weight: the embedding's, if the head has none of its own; None: a trained one."""
+        weight = tied_weight if self.weight is None else self.weight
+        product = 2 * x.tokens * math.prod(self.global_shape)
+        is_trained = weight is None or weight.requires_grad
+        flops = Flops(product, product if x.requires_grad else 0, product if is_trained else 0)
+        return flops.recomputed() if self.tiles > 1 else flops
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, padded vocabulary / t] of x for a weight [padded vocabulary / t, h].

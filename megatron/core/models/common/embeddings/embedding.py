@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from megatron.core.ops.flops import Flops, LayerInput
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, local_sequence_slice
@@ -20,6 +21,9 @@ class ReplicatedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self.weight)
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        return Flops()  # a lookup is no product
 
 
 class Embedding(nn.Module):
