@@ -368,7 +368,8 @@ def run_script(sizes: dict[str, int], flags: str) -> list[dict[str, Tensor]]:
 @pytest.mark.full
 def test_a_run_resumes_to_the_bit_and_loads_with_other_expert_ranks(tmp_path):
     sizes = {"tp": 2, "dp": 2, "ep": 2}
-    whole = run_script(sizes, f"{EP2} --train-iters 3 --save {tmp_path / 'whole'}")
+    checks = "--log-params-norm --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1 --check-state-hash-interval 1"
+    whole = run_script(sizes, f"{EP2} {checks} --train-iters 3 --save {tmp_path / 'whole'}")
     run_script(sizes, f"{EP2} --train-iters 2 --save {tmp_path / 'half'}")
     again = run_script(sizes, f"{EP2} --train-iters 3 --load {tmp_path / 'half'} --save {tmp_path / 'again'}")
     for before, after in zip(whole, again, strict=True):
@@ -394,6 +395,20 @@ def test_a_run_resumes_to_the_bit_and_loads_with_other_expert_ranks(tmp_path):
         for name, value in expected.items():
             worst = (got[name] - value).abs().max()
             assert worst <= 1e-9 * value.abs().max(), f"{name} differs by {worst} with {ep} expert-parallel ranks"
+
+
+def test_a_model_without_experts_has_no_expert_ranks():
+    """A script that does not say so is refused when its model is built."""
+
+    def rank(mesh: Mesh) -> None:
+        flags = " ".join(TINY) + FLAGS.partition("--toy")[0] + "--train-iters 1 --expert-model-parallel-size 2"
+        with trainer_of(pretrain_gpt, mesh, flags, predicts=False):
+            pass
+
+    with pytest.raises(
+        RuntimeError, match=r"--expert-model-parallel-size is 2, but no parameter of the model is sharded"
+    ):
+        run_ranks({"dp": 2, "ep": 2}, rank)
 
 
 MEMORY = [

@@ -243,8 +243,8 @@ SETTINGS_AND_PROBLEMS = [
         "--tensor-model-parallel-size 0 1|--pipeline-model-parallel-size -1 1",
     ),
     (
-        {"context_parallel_size": 0, "expert_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 0},
-        "--context-parallel-size 0 1|--num-layers-per-virtual-pipeline-stage 0 1|--expert-model-parallel-size 4 1",
+        {"context_parallel_size": 0, "expert_model_parallel_size": 0, "num_layers_per_virtual_pipeline_stage": 0},
+        "--context-parallel-size 0 1|--expert-model-parallel-size 0 1|--num-layers-per-virtual-pipeline-stage 0 1",
     ),
 ]
 

@@ -281,14 +281,14 @@ def test_what_is_not_built_says_so_when_it_is_called(name):
 
 
 ARGUMENTS_AND_SAID = [
-    ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2"),
-    ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size=2"),
+    ({"expert_model_parallel_size": 2}, "(1) 2 expert-model-parallel-size (2)"),  # of one rank
+    ({"expert_tensor_parallel_size": 2}, "(1) 2 expert-tensor-parallel-size (2)"),
     ({"use_sharp": True}, "use_sharp=True"),
 ]
 
 
 @pytest.mark.parametrize("arguments, said", ARGUMENTS_AND_SAID)
-def test_groups_that_are_not_built_are_refused(arguments, said):
+def test_groups_that_are_not_built_or_cannot_be_are_refused(arguments, said):
     with raises_telling(ConfigError, said):
         mpu.initialize_model_parallel(**arguments)
     with pytest.raises(TypeError, match="no arguments"):
