@@ -289,7 +289,7 @@ def test_training_knows_no_model():
     known = {
         "megatron.core.models.common.model_rules",
         "megatron.core.transformer.layer_build_context",
-        "megatron.core.transformer.check_context_parallel_settings",
+        "megatron.core.transformer.context_parallel_setting_problems",
         "megatron.core.ops.attention.masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }

@@ -63,7 +63,7 @@ from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
-from megatron.core.transformer.check_context_parallel_settings import context_parallel_problems
+from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
 from tools.errors import naming_flag

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.torch_style_lr_scheduler import SampleSchedule
+from megatron.core.optimizer.param_group_lr_schedulers import SampleSchedule
 
 
 class OptimizerParamScheduler(SampleSchedule):

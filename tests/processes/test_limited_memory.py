@@ -7,8 +7,8 @@ from shlex import split
 import pytest
 from processes import PRETRAIN_GPT, Outcome, run
 
-from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
 from megatron.training.memory.peak_along_schedule import forecast
+from megatron.training.memory.predicted_bytes_by_tier import Element, predicted_bytes_by_tier
 from tools.estimating.job import read
 
 LIMITED = str(Path(__file__).with_name("limited.py"))
@@ -22,7 +22,9 @@ FLAGS = split(
 def state_bytes() -> int:
     """Of the layers alone: 12 h^2 weights each, in bfloat16, with float32 gradients, masters and two moments."""
     weights = LAYERS * 12 * WIDTH**2
-    return sum(sum(kinds.values()) for kinds in bytes_by_tier(weights, Element.of(2, moments=2), stage=3).values())
+    return sum(
+        sum(kinds.values()) for kinds in predicted_bytes_by_tier(weights, Element.of(2, moments=2), stage=3).values()
+    )
 
 
 def limited(*flags: str) -> Outcome:

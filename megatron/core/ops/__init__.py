@@ -8,7 +8,7 @@ layout_invariant_dropout,       masks by a counter, the same in any layout
 dropout_masks
 fused_layer_ops, activations    elementwise work between two products of a layer
 region_formula_helpers          helpers of its formulas
-rotary_formulas                 the rotation of queries and keys
+apply_rotary_angles                 the rotation of queries and keys
 recomputable_tensors            tensors that a backward recomputes instead of saving them
 shard_sequence                  a rank's part of a sequence
 flops                           FLOPs by layer

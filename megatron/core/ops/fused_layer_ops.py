@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
+from megatron.core.ops.apply_rotary_angles import Rotation, rotated, rotated_interleaved
 from megatron.core.ops.compile.compiled_region import CompiledRegion
 from megatron.core.ops.dropout_masks import MaskWords, dropped
 from megatron.core.ops.region_formula_helpers import sum_over_rows, widen, widened_add_bias
-from megatron.core.ops.rotary_formulas import Rotation, rotated, rotated_interleaved
 from megatron.core.parallel.accelerator import is_accelerator
 
 # ---------------------------------------------------------------- norms: (x, weight, bias or None, epsilon) -> (x, norm(x))

@@ -7,7 +7,7 @@
     cpu_offloading/, split_master             state on the host or in files; masters in two halves
     lr_schedule, loss_scaler                  learning rate and weight decay by samples; float16's loss scale (no torch)
     flat_optimizer_with_param_groups          the update under torch's param_groups, for a script's own loop
-    torch_style_lr_scheduler                  learning rates for such a loop
+    param_group_lr_schedulers                  learning rates for such a loop
     deepspeed_lr_schedules                    the same by DeepSpeed's names and formulas
     megatron_optimizer, optimizer_config      Megatron's names over these
 

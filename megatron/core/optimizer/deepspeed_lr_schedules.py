@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.lr_schedule import LearningRateSchedule
-from megatron.core.optimizer.torch_style_lr_scheduler import GroupSchedule, one_cycle, range_test
+from megatron.core.optimizer.param_group_lr_schedulers import GroupSchedule, one_cycle, range_test
 
 Rates = float | Sequence[float]
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.ops.apply_rotary_angles import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
-from megatron.core.ops.rotary_formulas import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.sharding.placement import Rows
 from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

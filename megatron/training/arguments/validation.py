@@ -12,7 +12,7 @@ from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedul
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
-from megatron.core.transformer.check_context_parallel_settings import context_parallel_problems
+from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
 from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.arguments.monitor_config import watch_problems

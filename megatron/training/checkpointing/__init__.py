@@ -5,7 +5,7 @@ save_manager, hf_export                 what a run writes, and when; Hugging Fac
 non_persistent_checkpoint               copies for restarts, on the nodes' own disks or a shared one
 load_with_fallback                      the newest undamaged checkpoint
 check_same_model_and_optimizer,         whether a checkpoint fits this run
-registry_compatibility
+check_same_registered_functions
 tokenizer_check_and_embedding_resize    whether its tokenizer does
 module_buffers                          the buffers of the model's modules
 train_state                             the position of the run

@@ -40,7 +40,7 @@ from megatron.training.arguments.config_diff import (
     compare,
     precision_of,
 )
-from megatron.training.checkpointing.registry_compatibility import (
+from megatron.training.checkpointing.check_same_registered_functions import (
     attention_problem,
     optimizer_problem,
     rotary_restart_began,

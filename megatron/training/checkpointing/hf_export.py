@@ -32,8 +32,8 @@ from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_mo
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
 from megatron.core.storage.path_or_url import path_of
+from megatron.training.checkpointing.check_same_registered_functions import functions_of
 from megatron.training.checkpointing.model_name import model_name
-from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 

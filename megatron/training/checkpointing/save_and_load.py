@@ -39,6 +39,7 @@ from megatron.training.checkpointing import (
     non_persistent_checkpoint,
     tokenizer_check_and_embedding_resize,
 )
+from megatron.training.checkpointing.check_same_registered_functions import functions_of
 from megatron.training.checkpointing.frozen_weights import frozen_names, frozen_state, load_base
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
@@ -50,7 +51,6 @@ from megatron.training.checkpointing.module_buffers import (
     warn_of_lost_buffers,
 )
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
-from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 

@@ -7,6 +7,6 @@ predicted_memory_table           prints it
 by_layer                         parameters, FLOPs and bytes of each layer
 track_memory_by_kind             live bytes by kind, as tensors are created and freed; `memory_monitor` prints them
 memory_advice, memory_check      whether it fits devices, hosts and disks
-bytes_by_tier, free_host_memory  the bytes on each of them; the free memory of this machine
+predicted_bytes_by_tier, free_host_memory  the bytes on each of them; the free memory of this machine
 oom_advice                       the message for a failed allocation, with the flags that take less
 """

@@ -14,9 +14,9 @@ from torch import nn
 from megatron.core.distributed.zero3_param_fetcher import units_of_modules
 from megatron.core.ops.flops import Flops, FlopsRecord, stage_flops
 from megatron.training.global_vars import Runtime
-from megatron.training.memory.bytes_by_tier import amount
 from megatron.training.memory.dry_run import Job, Profile, built_without_values, mesh_of
 from megatron.training.memory.memory_check import parameter_state_bytes
+from megatron.training.memory.predicted_bytes_by_tier import amount
 
 STATE_KINDS = {"parameters": "parameters", "gradients": "gradients", "masters": "optimizer", "moments": "optimizer"}
 

@@ -50,8 +50,8 @@ from megatron.training.build_model_and_optimizer import (
     wrap_in_ddp,
 )
 from megatron.training.global_vars import Runtime, acting_as
-from megatron.training.memory.bytes_by_tier import Element
 from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup, ShapesOnly, ValuesWithKnownSizes
+from megatron.training.memory.predicted_bytes_by_tier import Element
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.step import train_step
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from megatron.training.arguments.config import Config
-from megatron.training.memory.bytes_by_tier import amount
 from megatron.training.memory.peak_along_schedule import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory
+from megatron.training.memory.predicted_bytes_by_tier import amount
 
 
 def capacity_warning(

@@ -12,9 +12,9 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last
-from megatron.training.memory.bytes_by_tier import amount, bytes_line
 from megatron.training.memory.memory_check import offload_disk_free_note, state_bytes
 from megatron.training.memory.peak_along_schedule import DEVICE, IN_MEMORY, KINDS, Forecast
+from megatron.training.memory.predicted_bytes_by_tier import amount, bytes_line
 from megatron.training.memory.predicted_memory_table import abridged_stage_table, table
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 

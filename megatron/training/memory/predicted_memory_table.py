@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.training.memory.bytes_by_tier import amount
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.peak_along_schedule import DEVICE, KINDS, RankMemory, worst
+from megatron.training.memory.predicted_bytes_by_tier import amount
 
 GIB = 2**30
 TIERS = (DEVICE, "host", "file")

@@ -18,7 +18,7 @@ from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
+from megatron.training.memory.predicted_bytes_by_tier import Element, predicted_bytes_by_tier
 
 TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too
 
@@ -208,6 +208,8 @@ def test_files_hold_what_the_plan_says(stage: int, tmp_path):
         return sum(p.numel() for p in tiny.chunks[0].module.parameters()), in_file, in_memory
 
     for numel, in_file, in_memory in run_ranks({"dp": 2}, work):
-        foretold = bytes_by_tier(numel, Element.of(2, 2), stage=stage, shards=2, tier="file", offload_params=stage == 3)
+        foretold = predicted_bytes_by_tier(
+            numel, Element.of(2, 2), stage=stage, shards=2, tier="file", offload_params=stage == 3
+        )
         assert sum(foretold["file"].values()) == pytest.approx(in_file, rel=0.02)
         assert foretold["device"].get("parameters", 0) == pytest.approx(in_memory, rel=0.02)

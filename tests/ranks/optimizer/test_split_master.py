@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.checkpointing import save_and_load
-from megatron.training.memory.bytes_by_tier import Element, bytes_by_tier
+from megatron.training.memory.predicted_bytes_by_tier import Element, predicted_bytes_by_tier
 
 MODEL = replace(MODELS["tied"], fp64=False, bf16=True, num_layers=2)
 SPLIT = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, reuse_fp32_param=True)
@@ -274,4 +274,4 @@ def test_the_plan_counts_what_a_split_master_keeps():
     element = Element.of(2, 2, splits_masters=True)
     assert (element.parameter, element.gradient, element.master, element.moments) == (2, 4, 2, 8)
     assert Element.of(4, 2, splits_masters=True).master == 0
-    assert bytes_by_tier(1000, element, stage=1, shards=2)["device"]["masters"] == 1000
+    assert predicted_bytes_by_tier(1000, element, stage=1, shards=2)["device"]["masters"] == 1000

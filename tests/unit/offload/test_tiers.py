@@ -31,9 +31,9 @@ from megatron.core.optimizer.cpu_offloading import sliced_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.rank_grid import ALONE
-from megatron.training.memory.bytes_by_tier import Element, amount, bytes_by_tier, bytes_line
 from megatron.training.memory.free_host_memory import free_below_rlimit_data, free_on_machine
 from megatron.training.memory.memory_check import disk_and_memory_problems
+from megatron.training.memory.predicted_bytes_by_tier import Element, amount, bytes_line, predicted_bytes_by_tier
 
 ROOT = Path(__file__).parents[3]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
@@ -342,17 +342,17 @@ def test_bytes_by_tier_are_the_published_sums():
     """ZeRO's table (arXiv:1910.02054, figure 1) with float32 gradients: 2 + 4 + 12 bytes a parameter of bfloat16 and Adam."""
     n, bf16 = 1 << 20, Element.of(2, moments=2)
     for stage, device in ((0, 18 * n), (1, (2 + 4) * n + 12 * n // 8), (2, 2 * n + 16 * n // 8), (3, 18 * n // 8)):
-        found = bytes_by_tier(n, bf16, stage=stage, shards=8)
+        found = predicted_bytes_by_tier(n, bf16, stage=stage, shards=8)
         assert sum(found["device"].values()) == device and list(found) == ["device"], stage
-    away = bytes_by_tier(n, bf16, stage=3, shards=8, tier="file", offload_params=True)
+    away = predicted_bytes_by_tier(n, bf16, stage=3, shards=8, tier="file", offload_params=True)
     assert away["file"] == {"parameters": 2 * n // 8, "masters": 4 * n // 8, "moments": 8 * n // 8}
     assert away["device"] == {"gradients": 4 * n // 8} and away["host"] == {"slices": 3 * (n // 8) * 12}
-    hybrid = bytes_by_tier(n, bf16, stage=3, shards=4, outer=2)["device"]  # (2 + 4) / 4 + 12 / (4 x 2)
+    hybrid = predicted_bytes_by_tier(n, bf16, stage=3, shards=4, outer=2)["device"]  # (2 + 4) / 4 + 12 / (4 x 2)
     assert sum(hybrid.values()) == 6 * n // 4 + 12 * n // 8
     narrow = Element.of(2, moments=2, gradient=2)  # summed in float32, of which a rank has its shard
     for stage, device in ((1, (2 + 2) * n + 16 * n // 8), (2, 2 * n + 16 * n // 8)):
-        assert sum(bytes_by_tier(n, narrow, stage=stage, shards=8)["device"].values()) == device, stage
-    half = bytes_by_tier(n, Element.of(4, moments=1), tier="host", fraction=0.5)
+        assert sum(predicted_bytes_by_tier(n, narrow, stage=stage, shards=8)["device"].values()) == device, stage
+    half = predicted_bytes_by_tier(n, Element.of(4, moments=1), tier="host", fraction=0.5)
     assert half == {"device": {"parameters": 4 * n, "gradients": 4 * n, "moments": 2 * n}, "host": {"moments": 2 * n}}
     kinds = re.findall(r"(device|host|parameters|gradients|moments) ([\d.]+) MiB", bytes_line(half))
     expected = {"device": "10.00", "parameters": "4.00", "gradients": "4.00", "moments": "2.00", "host": "2.00"}

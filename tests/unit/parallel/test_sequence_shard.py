@@ -10,7 +10,7 @@ from megatron.core.context_parallel.causal_blocks import blocks_between, tiles_b
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.parallel.sequence_shard import SequenceShard, chunks_of
-from megatron.core.transformer.check_context_parallel_settings import context_parallel_problems
+from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import ModelConfig
 
 SHAPES = list(product((1, 2, 3, 4, 8), (1, 3)))  # context-parallel ranks, rows of a chunk

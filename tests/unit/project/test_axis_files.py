@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[3]
 NAMED = re.compile(r"context[-_ ]?parallel|(\b|_)cp(\b|_)", re.IGNORECASE)
 OWN = (
     "core/context_parallel/",
-    "core/transformer/check_context_parallel_settings.py",
+    "core/transformer/context_parallel_setting_problems.py",
     "core/parallel/sequence_shard.py",
     "core/parallel/parallel_config.py",
 )

@@ -41,7 +41,7 @@ class Element:
         return cls(parameter, gradient=0, summed=0, master=0, moments=0)
 
 
-def bytes_by_tier(
+def predicted_bytes_by_tier(
     numel: int,
     element: Element,
     *,
