@@ -50,7 +50,7 @@ from megatron.training.build_model_and_optimizer import (
     wrap_in_ddp,
 )
 from megatron.training.global_vars import Runtime, acting_as
-from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup, ShapesOnly, ValuesWithKnownSizes
+from megatron.training.memory.fake_tensor_mode import META, DoneWork, FakeGroup, ShapesOnly
 from megatron.training.memory.predicted_bytes_by_tier import Element
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.step import train_step
@@ -293,7 +293,6 @@ def dry_run(job: Job, rank: int, *, values: bool = False, by_module: bool = Fals
     """Run the training step of one rank in this process, and return the memory of each of its actions.
 
     values: use real tensors on this CPU; else only shapes, which take almost no memory. by_module: fill `left_by_module`.
-    Raises SizesFromDataError with values, if the model asks for sizes that depend on them.
     """
     # the rank: its mesh, its device, and an offload store without values
     config = job.runtime.config
@@ -319,8 +318,6 @@ def dry_run(job: Job, rank: int, *, values: bool = False, by_module: bool = Fals
         if shapes is not None:
             stack.enter_context(META)
             stack.enter_context(shapes)
-        else:
-            stack.enter_context(ValuesWithKnownSizes())
         tracker = stack.enter_context(MemoryTracker(shapes_only=not values))
 
         # build the rank

@@ -18,7 +18,7 @@ from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedule.actions import Op
 from megatron.training.arguments.config import Config
 from megatron.training.memory.dry_run import COMPUTES, PASSING, Job, Profile, dry_run, layout_of_layers, mesh_of
-from megatron.training.memory.fake_tensor_mode import SizesFromDataError
+from megatron.training.memory.fake_tensor_mode import SizesFromDataError, ValuesWithKnownSizes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "communication")
 STATE = "parameters, gradients and optimizer state"  # the name of the first three kinds in messages
@@ -162,7 +162,8 @@ def _profile(job: Job, rank: int, by_module: bool) -> Profile:
     """Run the dry run of a rank, with values if that is faster and the model's sizes do not depend on them."""
     if _is_small(job):
         try:
-            return dry_run(job, rank, values=True, by_module=by_module)
+            with ValuesWithKnownSizes():
+                return dry_run(job, rank, values=True, by_module=by_module)
         except SizesFromDataError:
             pass
     return dry_run(job, rank, by_module=by_module)
