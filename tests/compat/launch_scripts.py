@@ -17,6 +17,7 @@ Of them those count that the release's own parser accepts (megatron_arguments.py
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -266,7 +267,7 @@ def of_functional_tests(tree: Path) -> Iterator[Command]:
             continue
         environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
         for key in [key for key in content if re.fullmatch(r"MODEL_ARGS(_\d+)?", key)]:
-            settings = dict(content[key])
+            settings = dict(content[key] or {})
             if exits_at_end and content.get("TEST_TYPE") != "release" and "--train-iters" in settings:
                 settings["--exit-interval"] = settings["--train-iters"]
             words = ["--exit-duration-in-mins", "225"]
@@ -275,7 +276,15 @@ def of_functional_tests(tree: Path) -> Iterator[Command]:
             own = (content.get("MODEL_ENV_VARS") or {}).get(key) or {}
             source = f"{path.relative_to(tree)}{'' if key == 'MODEL_ARGS' else ' ' + key}"
             command_ranks = int(own.get("GPUS_PER_NODE", ranks))
+            if (model, case) not in started_by:  # its nodes are written nowhere: those that one replica fills
+                command_ranks = max(command_ranks, ranks_of_replica(settings))
             yield Command(source, Path(program).name, words, command_ranks, environment)
+
+
+def ranks_of_replica(settings: Mapping[str, Any]) -> int:
+    """Return the processes that hold one copy of the model."""
+    axes = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
+    return math.prod(int(settings.get(f"--{axis}-size", 1)) for axis in axes)
 
 
 VARIABLES = {

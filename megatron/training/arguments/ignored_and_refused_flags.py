@@ -690,11 +690,6 @@ REFUSED = by_flag(
         harmless={"--main-params-dtype": ("fp32",), "--exp-avg-dtype": ("fp32",), "--exp-avg-sq-dtype": ("fp32",)},
     ),
     OtherFlags(
-        "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
-        "data-parallel layouts agree",
-        switches=("--deterministic-mode",),
-    ),
-    OtherFlags(
         "is not built yet; leave it out",
         switches=(
             "--enable-ft-package",
