@@ -204,7 +204,30 @@ class CheckpointConfig(FlagConfig):
         "and keeps its initial values",
     )
 
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = option(
+        "raise_all",
+        "when the checkpoint and the model differ in their parameters: raise_all: refuse it; raise_unexpected, "
+        "assume_ok_unexpected: load it, with a WARNING, if it only has more parameters; log_unexpected, log_all, "
+        "ignore_all: load it, with a WARNING, also if it lacks some, which keep their initial values, with new optimizer "
+        "state",
+    )
+
     def problems(self) -> Iterator[str]:
+        if self.dist_ckpt_strictness.startswith("return_"):
+            instead = self.dist_ckpt_strictness.replace("return_", "log_")
+            yield (
+                f"--dist-ckpt-strictness {self.dist_ckpt_strictness} returns names to a program that calls "
+                f"megatron.core.dist_checkpointing.load, which a training run is not; give {instead}, which logs them"
+            )
         kind = self.non_persistent_ckpt_type
         interval = self.non_persistent_save_interval
         if kind == "in_memory":
@@ -246,6 +269,16 @@ class CheckpointConfig(FlagConfig):
         if kind != "global" and self.non_persistent_global_ckpt_dir is not None:
             yield "--non-persistent-global-ckpt-dir needs --non-persistent-ckpt-type global; give both"
 
+    @property
+    def loads_more_parameters(self) -> bool:
+        """Whether a checkpoint is loaded that has parameters which the model lacks."""
+        return self.dist_ckpt_strictness != "raise_all"
+
+    @property
+    def loads_fewer_parameters(self) -> bool:
+        """Whether a checkpoint is loaded, also with its optimizer state, that lacks parameters of the model."""
+        return self.dist_ckpt_strictness in ("log_unexpected", "log_all", "ignore_all")
+
     def copy_is_due(self, iteration: int) -> bool:
         """Whether a copy for restarts is due after this iteration. If a checkpoint is due too, only that is saved."""
         interval = self.non_persistent_save_interval
@@ -271,6 +304,7 @@ class CheckpointConfig(FlagConfig):
             "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
+            "--dist-ckpt-strictness": self.dist_ckpt_strictness != "raise_all",
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 

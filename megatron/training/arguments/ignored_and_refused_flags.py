@@ -745,10 +745,8 @@ REFUSED = by_flag(
     ),
     # ---- checkpoints
     OtherFlags(
-        "what is missing from a checkpoint, or too much in it, is always an error; leave it out",
+        "its format is not built; leave it out, and use --dist-ckpt-strictness log_all to load what a checkpoint has",
         switches=("--no-strict-fsdp-dtensor-load",),
-        values={"--dist-ckpt-strictness": "NAME"},
-        harmless={"--dist-ckpt-strictness": ("raise_all",)},
     ),
     OtherFlags(
         "other formats are not built yet; leave it out",

@@ -353,6 +353,18 @@ FLAGS_AND_SAID = [
         "--metrics-file x",
         "--log-timers-to-tensorboard --metrics-file",
     ),
+    ("--save-interval 5", "--save x", "--save-interval --save"),
+    ("--dist-ckpt-strictness log_all", "--load x", "--dist-ckpt-strictness --load"),
+    (
+        "--log-timers-to-tensorboard --metrics-file x",
+        "--timing-log-level 1",
+        "--log-timers-to-tensorboard --timing-log-level 0",
+    ),
+    (
+        "--error-injection-rate 5 --error-injection-type correct_result",
+        "--rerun-interval 1",
+        "--error-injection-rate --error-injection-type --rerun-interval",
+    ),
     # settings that only say more about a flag that is absent
     (
         "--tensorboard-log-interval 5 --no-log-loss-scale-to-tensorboard",

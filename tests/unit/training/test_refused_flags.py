@@ -10,7 +10,7 @@ REFUSED = """
     --spec a_module a_function      --lazy-mpu-init 2 
     --result-rejected-tracker-filename FILE                         --test-mode
     --log-energy                    --config-logger-dir logs        --distributed-timeout-seconds-after-init 60
-    --fp16-lm-cross-entropy         --dist-ckpt-strictness log_all
+    --fp16-lm-cross-entropy         --no-pipeline-parallel
 """
 
 
