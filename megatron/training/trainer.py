@@ -140,8 +140,9 @@ class Trainer:
             warn_of_other_checkpoints(self.config.checkpoint, self.state.iteration, world)
 
             # set the length of the run; --train-samples is counted on from the samples already consumed
-            self.train_iters = self.config.training.train_iters
-            if not self.train_iters:
+            training = self.config.training
+            self.train_iters = training.train_iters or self.state.iteration
+            if training.train_samples is not None:
                 consumed = self.state.consumed_train_samples
                 steps = self.batch_sizes.steps(consumed, self.config.training.train_samples)
                 self.train_iters = self.state.iteration + steps
@@ -568,7 +569,8 @@ class Trainer:
         """
         # parameters
         total = save_and_load.count_parameters(self.model, self.mesh, self.device)
-        print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
+        training_to = "" if self.config.training.skip_train else f"; training to iteration {self.train_iters}"
+        print_rank_0(f"model of {total:,} parameters{training_to}")
 
         # communication over the data-parallel ranks
         config = self.config.data_parallel

@@ -366,9 +366,9 @@ class Config:
         return self.global_batch_size(world_size) // self.samples_at_once(world_size)
 
     def train_iters(self, world_size: int) -> int:
-        """Return the iterations of the whole run, from its start."""
-        if self.training.train_iters:
-            return self.training.train_iters
+        """Return the iterations of the whole run, from its start; 0 if --skip-train has none."""
+        if self.training.train_iters or self.training.train_samples is None:
+            return self.training.train_iters or 0
         return self.batch_sizes(world_size).steps(0, self.training.train_samples)
 
     def run_length(self, world_size: int) -> RunLength:
@@ -379,7 +379,8 @@ class Config:
         training = self.training
         if training.train_samples is not None:
             return RunLength(training.train_samples, "samples")
-        return RunLength(training.train_iters, "iters", self.batch_sizes(world_size).rows[-1][1])
+        count = training.train_iters or 1  # --skip-train needs no length
+        return RunLength(count, "iters", self.batch_sizes(world_size).rows[-1][1])
 
     @property
     def validates(self) -> bool:

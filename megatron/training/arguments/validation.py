@@ -169,13 +169,15 @@ def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _missing(config: Config, _: int) -> Iterator[str]:
-    """Yield required settings that are not given."""
+    """Yield required settings that are not given. A run that trains nothing needs neither a rate nor a length."""
+    trains = not config.training.skip_train
     for component in fields(config):
         part = getattr(config, component.name)
         for field in option_fields(type(part)):
-            if field.metadata["required"] and getattr(part, field.name) is None:
+            is_needed = field.metadata["required"] and (trains or field.name != "lr")
+            if is_needed and getattr(part, field.name) is None:
                 yield f"{flags_of(field)[0]} is required"
-    if config.training.train_iters is None and config.training.train_samples is None:
+    if trains and config.training.train_iters is None and config.training.train_samples is None:
         yield "--train-iters (or --train-samples) is required"
 
 
@@ -222,7 +224,7 @@ def drop_doubtful_problems(known: Sequence[str], parts: Mapping[str, Any], found
 
 def _data_problems(config: Config, _: int) -> Iterator[str]:
     data = config.data
-    source_problems = data.source_problems(needed=False)
+    source_problems = data.source_problems(needed=False, trains=not config.training.skip_train)
     yield from source_problems or data.validation_problems()
     if data.full_validation and data.mock_data and config.training.eval_iters == 0:
         yield (
