@@ -696,7 +696,6 @@ REFUSED = by_flag(
             "--calc-ft-timeouts",
             "--inprocess-restart",
             "--adlr-autoresume",
-            "--test-mode",
             "--sft",
             "--perform-rl-step",
             "--replication",

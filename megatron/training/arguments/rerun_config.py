@@ -60,6 +60,9 @@ class GuardConfig(FlagConfig):
         "axis that replicates them; a difference stops the run with the names of parameter, axis and ranks",
         metavar="STEPS",
     )
+    test_mode: bool = option(
+        False, "compare all replicas of the weights after each iteration, as with that interval of 1"
+    )
     check_state_hash_interval: Count | None = option(
         None,
         "iterations between hashes of weights, fp32 masters and moments; a hash is taken after an update and checked "
@@ -73,6 +76,13 @@ class GuardConfig(FlagConfig):
         if self.rerun_interval:
             return self.rerun_interval
         return 1 if self.rerun_mode == "report_stats" else None
+
+    @property
+    def compare_replicas_every(self) -> int | None:
+        """Iterations between comparisons of the replicas of the weights; None: they are not compared."""
+        if self.check_weight_hash_across_dp_replicas_interval or not self.test_mode:
+            return self.check_weight_hash_across_dp_replicas_interval
+        return 1
 
     def problems(self) -> Iterator[str]:
         wrong = [number for number in self.iterations_to_skip if number < 1]
