@@ -70,6 +70,9 @@ class TrainingConfig(FlagConfig):
     )
     eval_interval: WholeNumber = option(1000, "iterations between validations; 0: validate only after training")
     eval_iters: WholeNumber = option(100, "global batches per validation; 0: no validation or test")
+    eval_global_batch_size: Count | None = option(
+        None, "samples per global batch of validation and test; default: --global-batch-size"
+    )
     skip_train: bool = option(False, "only validate and test the loaded weights")
     exit_interval: Count | None = option(None, "save and exit after an iteration divisible by this")
     exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
@@ -360,6 +363,10 @@ class Config:
     def global_batch_size(self, world_size: int) -> int:
         """Return the samples of a training step at the end of a ramp, and of a validation batch."""
         return self.batch_sizes(world_size).last
+
+    def eval_batch_size(self, world_size: int) -> int:
+        """Return the samples of a global batch of validation and test."""
+        return self.training.eval_global_batch_size or self.global_batch_size(world_size)
 
     def num_microbatches(self, world_size: int) -> int:
         """Return the microbatches per rank in one step, at the end of a ramp."""

@@ -614,6 +614,10 @@ REFUSED = by_flag(
         switches=("--data-parallel-random-init",),
     ),
     OtherFlags(
+        "is not built yet; leave it out: validation takes microbatches of --micro-batch-size",
+        values={"--eval-micro-batch-size": "N"},
+    ),
+    OtherFlags(
         "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out",
         values={"--padded-vocab-size": "N"},
     ),

@@ -412,6 +412,8 @@ def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | No
     at_once = config.samples_at_once(world_size)
     ranks = config.data_parallel_size(world_size)
     product = f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size ({ranks})"
+    if training.eval_global_batch_size is not None and training.eval_global_batch_size % at_once:
+        return f"--eval-global-batch-size ({training.eval_global_batch_size}) must be a multiple of {product}"
     if training.decrease_batch_size_if_needed:
         if all(sizes):
             return None
