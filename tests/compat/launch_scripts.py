@@ -67,11 +67,48 @@ class Command:
 # ---- run a script with recorders in place of what it would start
 
 # They only read, or print.
-HARMLESS = (
-    "awk basename bash cat cut date dirname echo env expr false find getopt grep gawk head hostname id ls nproc printf pwd "
-    "readlink realpath rev sed seq sh shuf sort tail test tr true uname uniq wc whoami xargs"
-).split()
-RECORDERS = "python python3 torchrun ft_launcher deepspeed uv mpirun srun sbatch".split()
+HARMLESS = [
+    "awk",
+    "basename",
+    "bash",
+    "cat",
+    "cut",
+    "date",
+    "dirname",
+    "echo",
+    "env",
+    "expr",
+    "false",
+    "find",
+    "getopt",
+    "grep",
+    "gawk",
+    "head",
+    "hostname",
+    "id",
+    "ls",
+    "nproc",
+    "printf",
+    "pwd",
+    "readlink",
+    "realpath",
+    "rev",
+    "sed",
+    "seq",
+    "sh",
+    "shuf",
+    "sort",
+    "tail",
+    "test",
+    "tr",
+    "true",
+    "uname",
+    "uniq",
+    "wc",
+    "whoami",
+    "xargs",
+]
+RECORDERS = ["python", "python3", "torchrun", "ft_launcher", "deepspeed", "uv", "mpirun", "srun", "sbatch"]
 RECORDER = r"""#!/bin/bash
 # A shell or a script among the words of srun and sbatch is run; anything else is written down.
 words=("$@")

@@ -756,6 +756,23 @@ REFUSED = by_flag(
         switches=("--dist-ckpt-save-pre-mcore-014",),
         values={"--ckpt-convert-format": "NAME", "--ckpt-convert-save": "DIR"},
     ),
+    # ---- flags of forks
+    OtherFlags(
+        "a run is set up by flags alone; use --zero-stage, --bf16 or --fp16, --micro-batch-size, --global-batch-size and "
+        "--clip-grad for what the file says. docs/deepspeed.md has the keys; megatron.deepspeed.initialize reads the file, in "
+        "a loop of your own",
+        switches=("--deepspeed",),
+        values={"--deepspeed_config": "FILE", "--deepspeed-config": "FILE"},
+    ),
+    OtherFlags(
+        "use --train-samples, the tokens divided by --seq-length; docs/training_run.md has the length of a run",
+        values={"--train-tokens": "N"},
+    ),
+    OtherFlags(
+        "leave it out: there is a pipeline with --pipeline-model-parallel-size 2 or more alone, and --zero-stage goes with or "
+        "without one, see docs/parallelism.md",
+        switches=("--no-pipeline-parallel",),
+    ),
     # ---- scripts other than pretraining
     OtherFlags(
         _TASKS,
