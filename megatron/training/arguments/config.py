@@ -361,7 +361,7 @@ class Config:
         return sizes
 
     def global_batch_size(self, world_size: int) -> int:
-        """Return the samples of a training step at the end of a ramp, and of a validation batch."""
+        """Return the samples of a training step at the end of a ramp."""
         return self.batch_sizes(world_size).last
 
     def eval_batch_size(self, world_size: int) -> int:

@@ -165,6 +165,14 @@ NO_EFFECT = by_flag(
         values={"--wgrad-deferral-limit": "N"},
     ),
     OtherFlags(
+        "--overlap-param-gather gathers after the update, behind the next forward, which changes no number",
+        switches=("--overlap-param-gather-with-optimizer-step",),
+    ),
+    OtherFlags(
+        "the chunks of a rank take turns after as many microbatches as there are stages, which changes no number",
+        values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
+    ),
+    OtherFlags(
         "tensor-parallel communication and products are overlapped where the code can, which changes no number",
         switches=(
             "--tp-comm-overlap",
@@ -253,6 +261,15 @@ NO_EFFECT = by_flag(
     ),
     OtherFlags(
         "the process that --async-save starts lives as long as the run", switches=("--use-persistent-ckpt-worker",)
+    ),
+    OtherFlags(
+        "--async-save writes in one way, in a process of its own",
+        switches=("--async-ckpt-use-cpu-shm",),
+        values={"--async-strategy": "NAME"},
+    ),
+    OtherFlags(
+        "every part of a checkpoint has its SHA-256 in the manifest, and is checked when it is read",
+        switches=("--verify-integrity",),
     ),
     OtherFlags(
         "only --replication reads it, and it is not built yet",
@@ -418,7 +435,6 @@ NO_EFFECT = by_flag(
         values={
             "--mtp-loss-scaling-factor": "X",
             "--cuda-graph-warmup-steps": "N",
-            "--cuda-graph-scope": "NAME",
             "--sft-tokenizer-prompt-format": "NAME",
             "--adlr-autoresume-interval": "N",
             "--inprocess-max-iterations": "N",
@@ -436,7 +452,7 @@ NO_EFFECT = by_flag(
             "--inprocess-granularity": "NAME",
             "--inprocess-active-world-size": "N",
         },
-        lists={"--mrope-section": "N"},
+        lists={"--mrope-section": "N", "--cuda-graph-scope": "NAME"},
     ),
     OtherFlags(
         "only inference reads it; tools/generate.py has flags of its own",
@@ -505,6 +521,7 @@ SILENT = by_flag(
             "--delay-wgrad-compute",
         ),
         values={
+            "--expert-tensor-parallel-size": "N",
             "--moe-router-topk": "N",
             "--moe-token-dispatcher-type": "NAME",
             "--moe-layer-freq": "TEXT",
@@ -566,8 +583,8 @@ REFUSED = by_flag(
     OtherFlags(
         "mixtures of experts are not built yet; leave it out",
         switches=("--moe-use-upcycling",),
-        values={"--num-experts": "N", "--expert-tensor-parallel-size": "N"},
-        harmless={"--num-experts": ("0", "1"), "--expert-tensor-parallel-size": ("1",)},
+        values={"--num-experts": "N"},
+        harmless={"--num-experts": ("0", "1")},
     ),
     OtherFlags(_BERT, switches=("--output-bert-embeddings",), values={"--bert-load": "DIR", "--ict-load": "DIR"}),
     OtherFlags(
@@ -609,6 +626,12 @@ REFUSED = by_flag(
         harmless={"--rope-type": ("rope",)},
     ),
     OtherFlags("is not built yet; use --qk-layernorm", switches=("--qk-l2-norm",)),
+    OtherFlags(
+        "rates and initial weights that scale with the width are not built yet; leave it out, and give --lr and "
+        "--init-method-std for this width",
+        switches=("--use-mup",),
+        values={"--mup-base-hidden-size": "N"},
+    ),
     OtherFlags(
         "is not built yet; leave it out: initial weights are the same in every layout",
         switches=("--data-parallel-random-init",),
@@ -710,11 +733,6 @@ REFUSED = by_flag(
     OtherFlags(
         "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards",
         switches=("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
-    ),
-    OtherFlags(
-        "is not built yet; leave it out, the numbers are the same",
-        switches=("--overlap-param-gather-with-optimizer-step",),
-        values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
     ),
     OtherFlags(
         "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "

@@ -95,7 +95,7 @@ class TensorBoardConfig(FlagConfig):
         1, "iterations between points of the TensorBoard and Weights & Biases curves"
     )
     tensorboard_queue_size: Count = option(1000, "points buffered before a write")
-    log_timers_to_tensorboard: bool = option(False, "log timers (needs --timing-log-level 1 or 2)")
+    log_timers_to_tensorboard: bool = option(False, "log the timers of --timing-log-level 1 or 2")
     log_batch_size_to_tensorboard: bool = option(False, "log the global batch size")
     log_learning_rate_to_tensorboard: bool = option(
         True,
@@ -175,8 +175,6 @@ def watch_problems(
             "--inspect needs an output; give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
             "tensorboard)"
         )
-    if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
-        yield "--log-timers-to-tensorboard needs timers; give --timing-log-level 1 or 2"
     if profile.profile and curves.tensorboard_dir is None and save is None:
         yield "--profile needs a folder for its trace; give --tensorboard-dir or --save"
     wrong = [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]

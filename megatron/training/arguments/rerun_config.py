@@ -93,8 +93,3 @@ class GuardConfig(FlagConfig):
                 "--rerun-interval computes microbatches twice, but --rerun-mode disabled forbids that; leave one "
                 "of them out"
             )
-        if self.error_injection_rate and self.replay_every is None:
-            yield (
-                "--error-injection-rate changes microbatches that are computed twice, but this run computes none "
-                "twice; give --rerun-interval N"
-            )

@@ -47,7 +47,7 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
     stage = config.data_parallel.stage
 
     # saving
-    for name in ("save_interval", "keep_checkpoints", "save_retain_interval"):
+    for name in ("keep_checkpoints", "save_retain_interval"):
         if checkpoint.save is None and getattr(checkpoint, name) is not None:
             yield f"{flag_of(name)} needs --save, the folder to write to"
     for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"):
@@ -407,7 +407,7 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:
-    """Return the problem with the batch sizes of all steps, found before the run reaches them."""
+    """Return the problem with the batch sizes of all steps and of validation, found before the run reaches them."""
     training = config.training
     at_once = config.samples_at_once(world_size)
     ranks = config.data_parallel_size(world_size)

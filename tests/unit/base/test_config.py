@@ -385,8 +385,8 @@ FLAGS_AND_SAID = [
         "--timing-log-option --barrier-with-level-1-timing --timing-log-level",
     ),
     (
-        "--error-injection-type correct_result",
-        "--error-injection-rate 5 --rerun-interval 1",
+        "--error-injection-type correct_result --rerun-interval 1",
+        "--error-injection-rate 5",
         "--error-injection-type --error-injection-rate 0",
     ),
     ("--eval-interval 5 --eval-iters 0", None, "--eval-interval --eval-iters 0"),
