@@ -331,6 +331,7 @@ VARIABLES = {
     "DATA_PATH": "/data",
     "DATA_CACHE_PATH": "/data/cache",
     "OUTPUT_PATH": "/data/output",
+    "REPEAT": "1",
 }
 
 
@@ -340,16 +341,15 @@ def words_of_value(value: Any, is_quoted: bool) -> list[str]:
         return []
     if value is None or value == "":
         return []
+    if isinstance(value, list):  # [384 384 97656250] is a list of one text
+        return " ".join(map(str, value)).split()
     text = str(value).lower() if isinstance(value, bool) else str(value).strip()
     if not is_quoted:
         return text.split()
     if re.fullmatch(r"\[[^\]]+\]", text):
         return shlex.split(text[1:-1])
-    if isinstance(value, list):
-        return [str(part) for part in value]
-    if re.search(r"[ |()]", text):
-        return [text.strip("\"'")]
-    return shlex.split(text)
+    text = " ".join(shlex.split(text))  # as xargs does
+    return [text] if re.search(r"[ |()]", text) else text.split()
 
 
 def default_program(model: str) -> str:
@@ -392,17 +392,19 @@ def verdicts_of_release(tree: Path, commands: Sequence[Command]) -> list[str | N
     answer = subprocess.run(python, input=json.dumps(request), capture_output=True, text=True, check=False)
     if answer.returncode:
         raise SystemExit(f"{tree.name}: {answer.stderr[-2000:]}")
-    return json.loads(answer.stdout[answer.stdout.rindex("[", 0, answer.stdout.index("]") + 1) :])
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
 def our_problems(command: Command) -> list[str]:
     """Return what our parser and the rules between its settings say against a command."""
     from megatron.core.base.dataclass_flags import ConfigError
     from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
+    from megatron.training.arguments import monitor_config
     from megatron.training.arguments.command_line import parse_args
     from megatron.training.arguments.validation import check
 
     rules = {"pretrain_gpt.py": GPT_RULES, "pretrain_bert.py": BERT_RULES, "pretrain_t5.py": T5_RULES}[command.program]
+    monitor_config._is_installed = lambda package: True  # what is installed here says nothing about the flags
     problems: list[str] = []
     try:
         config = parse_args(command.words, None, defaults_of(command.program), rules.unread).config
@@ -420,7 +422,7 @@ def defaults_of(program: str) -> dict[str, Any]:
     import pretrain_t5
 
     if program == "pretrain_t5.py":
-        return pretrain_t5.DEFAULTS
+        return pretrain_t5.DEFAULTS | {"decoder_num_layers": 0}  # `pretrain` adds it for ModelType.encoder_and_decoder
     return {"tokenizer_type": "GPT2BPETokenizer" if program == "pretrain_gpt.py" else "BertWordPieceLowerCase"}
 
 

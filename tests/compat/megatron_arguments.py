@@ -28,8 +28,10 @@ from unittest.mock import MagicMock
 tree = sys.argv[1]
 sys.path[:] = [tree] + [p for p in sys.path if not os.path.exists(os.path.join(p, "megatron", "__init__.py"))]
 
-import setuptools  # noqa: E402, F401  brings the package `packaging`
-import packaging.version  # noqa: E402, I001
+import setuptools  # noqa: E402, F401  its folder has the package `packaging`
+
+# isort: split
+import packaging.version  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  before doubles exist, which it would take for packages
 import torch.distributed  # noqa: E402
@@ -154,4 +156,4 @@ if __name__ == "__main__":
         os.environ.clear()
         os.environ |= environment | {name: str(value) for name, value in variables.items()}
         verdicts.append(problem_of(arguments_module, program, words, ranks))
-    json.dump(verdicts, sys.stdout)
+    print("\n" + json.dumps(verdicts))  # imports of a release may have printed lines before
