@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import not_built
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import (  # noqa: F401
+    announced,
     get_global_state,
     get_mesh,
     model_parallel_is_initialized,
@@ -39,6 +39,7 @@ from megatron.core.parallel.init_and_destroy_distributed import (  # noqa: F401
     world_axis,
 )
 from megatron.core.parallel.initialize_model_parallel import (  # noqa: F401
+    check_unchanged,
     destroy_model_parallel,
     initialize_model_parallel,
     torch_group,
@@ -65,12 +66,19 @@ def _group(axis: str) -> Callable[..., Any]:
 
 def _rank(axis: str) -> Callable[[], int]:
     """Return an accessor of this process's position on the axis."""
-    return lambda: get_mesh()[axis].rank
+    return lambda: _value(axis, "rank")
 
 
 def _size(axis: str) -> Callable[[], int]:
     """Return an accessor of the axis's size."""
-    return lambda: get_mesh()[axis].size
+    return lambda: _value(axis, "size")
+
+
+def _value(axis: str, kind: str) -> int:
+    """Return "rank" or "size" of an axis; before the start the value that a setter was given."""
+    if not model_parallel_is_initialized() and (axis, kind) in announced:
+        return announced[axis, kind][1]
+    return getattr(get_mesh()[axis], kind)
 
 
 def _member(axis: str, offset: int = 0, *, from_this_rank: bool = False) -> Callable[[], int]:
@@ -167,22 +175,23 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 
 # Megatron's tools set ranks and sizes to build another rank's shard. Layers here take an `Axis`, and would ignore the
-# setting; so a setter accepts the actual value, or None, and refuses all others.
-def _check_unchanged(setter: str, value: int | None, actual: int) -> None:
-    if value not in (None, actual):
-        raise ConfigError(
-            f"{setter}({value}): the value is {actual} and cannot be changed; start processes for the layout that "
-            "you want, with --tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into "
-            "any layout)"
-        )
+# setting; so a setter accepts the actual value, or None, and refuses all others. Before the start it keeps the value,
+# which `initialize_model_parallel` then compares with the actual one.
+def _set(setter: str, axis: str, kind: str, value: int | None) -> None:
+    if model_parallel_is_initialized():
+        check_unchanged(setter, value, getattr(get_mesh()[axis], kind))
+    elif value is None:
+        announced.pop((axis, kind), None)
+    else:
+        announced[axis, kind] = (setter, value)
 
 
 def _rank_setter(setter: str, axis: str) -> Callable[[int | None], None]:
-    return lambda rank: _check_unchanged(setter, rank, get_mesh()[axis].rank)
+    return lambda rank: _set(setter, axis, "rank", rank)
 
 
 def _size_setter(setter: str, axis: str) -> Callable[[int | None], None]:
-    return lambda world_size: _check_unchanged(setter, world_size, get_mesh()[axis].size)
+    return lambda world_size: _set(setter, axis, "size", world_size)
 
 
 set_tensor_model_parallel_rank = _rank_setter("set_tensor_model_parallel_rank", "tp")

@@ -170,11 +170,13 @@ def build_train_valid_test_data_iterators(
     # the number of samples to request; it follows from the settings alone, not from a checkpoint, since a data set's order
     # may depend on it
     train_iters = runtime.config.train_iters(runtime.world_size)
-    batch_size = runtime.batch_sizes.last
-    sizes = requested_samples(train_iters, training.eval_interval, training.eval_iters, batch_size)
+    eval_size = runtime.config.eval_batch_size(runtime.world_size)
+    sizes = requested_samples(
+        train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last, eval_batch_size=eval_size
+    )
     sizes[0] = training.train_samples or sizes[0]
     if data.full_validation:
-        sizes[1] = samples_of_whole_set(data, training.eval_iters * batch_size)
+        sizes[1] = samples_of_whole_set(data, training.eval_iters * eval_size)
 
     # the data sets
     with collectives.raise_together(runtime.mesh["world"], runtime.device.torch_device), as_config_error():

@@ -272,6 +272,8 @@ def parse_and_check_settings(
     # prepare the device
     empty_level = max(config.device.empty_unused_memory_level, int(config.offload.tier == "file"))
     device.prepare(bf16=config.transformer.bf16, empty_level=empty_level, ranks=world_size)
+    if config.device.deterministic_mode:
+        notes.append(device.use_deterministic_kernels())
     if config.profile.record_memory_history:
         device.record_memory_history()
 

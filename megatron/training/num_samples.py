@@ -10,25 +10,27 @@ from megatron.training.checkpointing.train_state import TrainState
 
 
 def samples_to_request(
-    training: TrainingConfig, data: DataConfig, train_iters: int, batch_size: int, state: TrainState
+    training: TrainingConfig, data: DataConfig, train_iters: int, batch_sizes: tuple[int, int], state: TrainState
 ) -> list[int | None]:
     """Return the samples of [train, valid, test] for a run resumed at `state`.
 
-    batch_size: global, at the end of a ramp. None for a validation set that is read whole, which is one epoch; with
+    batch_sizes: global, of training at the end of a ramp and of validation. None for a validation set that is read whole, which is one epoch; with
     mock data --eval-iters batches instead. A resumed run requests at least as many training samples as before, as a
     data set's order may depend on the number requested.
     """
+    train_size, eval_size = batch_sizes
     train, valid, test = requested_samples(
         train_iters,
         training.eval_interval,
         training.eval_iters,
-        batch_size,
+        train_size,
+        eval_batch_size=eval_size,
         iteration=state.iteration,
         consumed=state.consumed_train_samples,
     )
     train = max(training.train_samples or train, state.requested_train_samples)
     if data.full_validation:
-        valid = samples_of_whole_set(data, training.eval_iters * batch_size)
+        valid = samples_of_whole_set(data, training.eval_iters * eval_size)
     return [train, valid, test]
 
 

@@ -95,7 +95,7 @@ class Trainer:
         self.non_loss = non_loss
         self.batch_sizes = runtime.batch_sizes
         self._told_of_aux_weight = False
-        self.batch_size = self.batch_sizes.last  # of validation, and of training at the end of a ramp
+        self.eval_batch_size = self.config.eval_batch_size(runtime.world_size)
         world = self.mesh["world"]
 
         # the conditions that end the run: duration, signals
@@ -141,10 +141,11 @@ class Trainer:
             warn_of_other_checkpoints(self.config.checkpoint, self.state.iteration, world)
 
             # set the length of the run; --train-samples is counted on from the samples already consumed
-            self.train_iters = self.config.training.train_iters
-            if not self.train_iters:
+            training = self.config.training
+            self.train_iters = training.train_iters or self.state.iteration
+            if training.train_samples is not None:
                 consumed = self.state.consumed_train_samples
-                steps = self.batch_sizes.steps(consumed, self.config.training.train_samples)
+                steps = self.batch_sizes.steps(consumed, training.train_samples)
                 self.train_iters = self.state.iteration + steps
 
             # set the schedules, the guard and the log
@@ -255,7 +256,8 @@ class Trainer:
         state = self.state
 
         # the number of samples to request
-        sizes = samples_to_request(self.config.training, self.config.data, self.train_iters, self.batch_size, state)
+        batch_sizes = (self.batch_sizes.last, self.eval_batch_size)
+        sizes = samples_to_request(self.config.training, self.config.data, self.train_iters, batch_sizes, state)
         requested_before = state.requested_train_samples
         if requested_before and sizes[0] > requested_before:
             print_rank_0(
@@ -278,11 +280,11 @@ class Trainer:
         # print notes, and leave out the sets that are smaller than a batch
         for line in notes_of_no_validation(self.config, datasets):
             print_rank_0(line)
-        for line in evaluated_set_notes(sets, self.config.data, self.batch_size):
+        for line in evaluated_set_notes(sets, self.config.data, self.eval_batch_size):
             print_rank_0(line)
         large_sets = {}
         for split, sets_of_split in sets.items():
-            large_sets[split] = [one for one in sets_of_split if reason_left_out(one, self.batch_size) is None]
+            large_sets[split] = [one for one in sets_of_split if reason_left_out(one, self.eval_batch_size) is None]
         return {**datasets, **large_sets}
 
     @property
@@ -513,7 +515,11 @@ class Trainer:
         """Evaluate one set and report its losses. Every rank must call."""
         with self.log.paused(), rank_status.during("validating", then="training"):
             first_sample, num_microbatches = first_sample_and_microbatches(
-                evaluated, self.state.iteration, self.config.training, self.batch_size, self.runtime.samples_at_once
+                evaluated,
+                self.state.iteration,
+                self.config.training,
+                self.eval_batch_size,
+                self.runtime.samples_at_once,
             )
             losses = evaluate(
                 self.pipeline,
@@ -586,7 +592,8 @@ class Trainer:
         """
         # parameters
         total = save_and_load.count_parameters(self.model, self.mesh, self.device)
-        print_rank_0(f"model of {total:,} parameters; training to iteration {self.train_iters}")
+        training_to = "" if self.config.training.skip_train else f"; training to iteration {self.train_iters}"
+        print_rank_0(f"model of {total:,} parameters{training_to}")
 
         # communication over the data-parallel ranks
         config = self.config.data_parallel

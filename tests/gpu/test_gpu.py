@@ -352,6 +352,12 @@ def test_activations_that_wait_elsewhere_come_back_as_they_were(rest: str, place
     assert losses(train(f"{rest} {moved}")) == losses_of_one(rest)
 
 
+@pytest.mark.parametrize("flags", ["", "--attention-backend unfused", "--compile regions"])
+def test_a_deterministic_run_repeats_its_bits(flags: str):
+    runs = [losses(train(f"--bf16 --deterministic-mode {flags}")) for _ in range(2)]
+    assert len(runs[0]) == 5 and runs[0] == runs[1]
+
+
 def test_bfloat16_training_gets_better():
     falling = losses(train("--bf16 --train-iters 40 --global-batch-size 8", base=TINY))
     assert sum(falling[-5:]) < sum(falling[:5])

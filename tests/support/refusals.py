@@ -298,7 +298,16 @@ REFUSALS = {
         "--recompute-num-layers 99 2",
     ),
     "warm-up past the decay": (1, MOCK + "--lr-warmup-iters 10", "10 --lr-warmup-iters"),
-    "save interval without a folder": (1, MOCK + "--save-interval 5", "--save-interval --save"),
+    "a validation batch that does not divide": (
+        2,
+        MOCK + "--eval-global-batch-size 6",
+        "--eval-global-batch-size 6 4 --micro-batch-size",
+    ),
+    "names of mismatches for a caller": (
+        1,
+        MOCK + "--dist-ckpt-strictness return_all --load {tmp}",
+        "--dist-ckpt-strictness return_all log_all",
+    ),
     "checkpoints kept of none": (1, MOCK + "--keep-checkpoints 2", "--keep-checkpoints --save"),
     "retained checkpoints of none": (1, MOCK + "--save-retain-interval 2", "--save-retain-interval --save"),
     "an iteration of no folder": (1, MOCK + "--ckpt-step 5", "--ckpt-step --load"),

@@ -45,7 +45,7 @@ def option(
     required: bool = False,
     of_model: bool = False,
     names: Collection[str] | None = None,
-    read: Callable[[str], str] | None = None,
+    read: Callable[[str], str | None] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a flag.
 
@@ -55,8 +55,8 @@ def option(
     required: help and docs say so; the config, or a check across configs, refuses its absence.
     of_model: for a script's own options: a checkpoint with another value does not fit the model and is refused.
     names: a registry; the allowed values are its keys when the flags are read, with a script's additions.
-    read: for a text with a form of its own, or for `names`, to accept other texts too: returns its one spelling, or
-        raises an ArgumentTypeError that says what is allowed.
+    read: for a text with a form of its own, or for `names`, to accept other texts too: returns its one spelling, None
+        for a text that leaves the option at its default, or raises an ArgumentTypeError that says what is allowed.
     """
     metadata = dict(
         help=help, flags=flags, metavar=metavar, required=required, of_model=of_model, names=names, read=read

@@ -417,9 +417,9 @@ def samples_of_files(blend: Blend, count: int | None, surplus: float) -> list[in
 
 
 def size_problems(num_samples: list[int | None], *, made_up: bool) -> list[str]:
-    """Return problems with the requested number of samples of each split. made_up: for --mock-data."""
+    """Return problems with the requested number of samples of each split; 0: none are built. made_up: for --mock-data."""
     problems = []
-    if num_samples[0] is not None and num_samples[0] < 1:
+    if num_samples[0] is not None and num_samples[0] < 0:
         problems.append(f"{num_samples[0]} training samples requested; raise --train-iters (or --train-samples)")
     if made_up and None in num_samples:
         problems.append("mock data have no end, so one epoch cannot be requested; give a number of samples")

@@ -209,10 +209,10 @@ class DataConfig(FlagConfig):
             raise ConfigError(list(problems))
         return tuple(parse_blend(words) if words else None for words in lists)  # type: ignore[return-value]
 
-    def source_problems(self, *, needed: bool = True) -> list[str]:
+    def source_problems(self, *, needed: bool = True, trains: bool = True) -> list[str]:
         """Return problems with the flags that say where data come from; reads the lists that files hold.
 
-        needed: no such flag is a problem too.
+        needed: no such flag is a problem too. trains: no data for training are a problem too.
         """
         sources = []
         for flag, names in DATA_SOURCES.items():
@@ -228,11 +228,11 @@ class DataConfig(FlagConfig):
             train, _, _ = self.blends()
         except ConfigError as error:
             return error.problems
-        return [] if train else ["no training data: give --train-data-path"]
+        return [] if train or not trains else ["no training data: give --train-data-path"]
 
     def missing_files(self) -> list[str]:
         """Return a line for each prefix without files on this host's disks; none if there are `source_problems`."""
-        if self.mock_data or self.source_problems():
+        if self.mock_data or self.source_problems(trains=False):
             return []
         problems: dict[str, None] = {}  # a dict, to keep the order and name each file once
         for blend in self.blends():

@@ -122,19 +122,21 @@ def requested_samples(
     eval_iters: int,
     global_batch_size: int,
     *,
+    eval_batch_size: int | None = None,
     iteration: int = 0,
     consumed: int = 0,
 ) -> list[int]:
     """Return the samples that a run draws from [train, valid, test].
 
-    Validation runs every `eval_interval` iterations and once at the end. A run resumed at `iteration` has `consumed`
+    eval_batch_size: global batch size of validation and test; default: that of training. Validation runs every `eval_interval` iterations and once at the end. A run resumed at `iteration` has `consumed`
     samples behind it, in batches of perhaps another size; they count too.
     """
     evaluations = 1
     if eval_interval:
         evaluations += max(train_iters, iteration) // eval_interval
     train = consumed + max(train_iters - iteration, 0) * global_batch_size
-    return [train, evaluations * eval_iters * global_batch_size, eval_iters * global_batch_size]
+    test = eval_iters * (eval_batch_size or global_batch_size)
+    return [train, evaluations * test, test]
 
 
 def num_epochs(tokens: int, request: IndexRequest) -> int:

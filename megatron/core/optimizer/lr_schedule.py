@@ -213,7 +213,8 @@ _HEIGHTS = {
 def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> LearningRateSchedule:
     """Return the schedule of a run of this length. Raises ConfigError if warm-up or WSD decay exceed the decay.
 
-    Lengths are in the run's unit; the caller checks that no setting uses the other unit.
+    Lengths are in the run's unit; the caller checks that no setting uses the other unit. Without --lr, as a run of
+    --skip-train may be, the rate is 0.
     """
     unit = length.samples_per_unit
 
@@ -245,7 +246,7 @@ def learning_rate_schedule(config: LearningRateConfig, length: RunLength) -> Lea
             f"it, or raise --lr-decay-{length.unit}"
         )
     return LearningRateSchedule(
-        lr=config.lr,
+        lr=config.lr or 0.0,
         min_lr=config.min_lr,
         warmup_init=config.lr_warmup_init,
         # The share is taken of samples, not of iterations, which gives Megatron's last digit.

@@ -18,6 +18,7 @@ from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, option
 
 _precision_before: list[str] = []  # of float32 products, before a --bf16 run on this CPU; for `Device.restore`
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu"]
 
@@ -44,6 +45,11 @@ class DeviceConfig(FlagConfig):
         "start even if parameters, gradients and optimizer state need more memory than the device or host has",
         flags=("--no-check-memory",),
     )
+    deterministic_mode: bool = option(
+        False,
+        "repeat the bits of a run: on an accelerator, kernels with one order of sums alone "
+        "(torch.use_deterministic_algorithms); a CPU always repeats them",
+    )
     local_rank: WholeNumber | None = option(
         None, "rank of the process on its node; set by launchers", flags=("--local-rank", "--local_rank")
     )
@@ -63,6 +69,7 @@ class Device:
         self.torch_device = torch.device(name) if name == "cpu" else torch.device(name, self.module.current_device())
         self._peak_before = 0  # peak before the last `restart_peak`
         self._malloc_threshold: int | None = None  # bytes; set by `prepare` on a CPU
+        self._makes_deterministic = False  # `use_deterministic_kernels` has changed torch's setting
         self._usual_bytes: int | None = None  # of this process, after the first step since `return_freed`
 
     @classmethod
@@ -132,8 +139,32 @@ class Device:
             _precision_before.append(matmul.fp32_precision)
             matmul.fp32_precision = "bf16"
 
+    def use_deterministic_kernels(self) -> str:
+        """Compute with kernels that repeat their bits, for the whole process; return the note for the log.
+
+        An accelerator: torch takes deterministic kernels, for attention's backward too, and raises an error that names
+        the operation that has none. Products of cuBLAS need a fixed workspace, which an environment variable sets
+        before the first product. Raises ConfigError if it has another value. A CPU changes nothing.
+        """
+        if self.name == "cpu":
+            return "no effect here: --deterministic-mode: a CPU adds in one order, and repeats the bits of a run"
+        workspace = os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+        if self.name == "cuda" and workspace not in (":4096:8", ":16:8"):
+            raise ConfigError(
+                f"--deterministic-mode needs the environment variable {_CUBLAS_WORKSPACE} to be :4096:8 or :16:8, but it "
+                f"is {workspace}; unset it"
+            )
+        self._makes_deterministic = not torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        return (
+            "--deterministic-mode: torch.use_deterministic_algorithms; sums over ranks repeat their bits while the layout, "
+            "the hosts and NCCL_ALGO stay"
+        )
+
     def restore(self) -> None:
-        """Undo what `prepare` set for float32 products, for a program that runs on after its --bf16 training."""
+        """Undo what `prepare` and `use_deterministic_kernels` set, for a program that runs on after its training."""
+        if self._makes_deterministic:
+            torch.use_deterministic_algorithms(False)
         if _precision_before:
             torch.backends.mkldnn.matmul.fp32_precision = _precision_before.pop()
 

@@ -41,6 +41,9 @@ class GlobalState:
 
 _process_state: GlobalState | None = None
 
+# What mpu.set_... was given before the start: (axis, "size" or "rank") -> (name of the setter, value).
+announced: dict[tuple[str, str], tuple[str, int]] = {}
+
 
 class _ThreadState(threading.local):
     state: GlobalState | None = None  # None: that of the process

@@ -1,6 +1,7 @@
 """The mesh of a job is built from the sizes of its axes: one torch.distributed group per axis."""
 
 import datetime
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,13 @@ import torch.distributed as dist
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import Communicator, TorchGroup, as_peer_error
-from megatron.core.parallel.global_state import get_global_state, get_mesh, mesh_of_process, set_mesh_of_process
+from megatron.core.parallel.global_state import (
+    announced,
+    get_global_state,
+    get_mesh,
+    mesh_of_process,
+    set_mesh_of_process,
+)
 from megatron.core.parallel.init_and_destroy_distributed import (
     launched,
     launched_rank,
@@ -22,7 +29,87 @@ from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
 from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.parallel.stage_to_rank import StageMap, loop
 
+# Megatron's arguments after the third, in the order of its releases; a name -> the types of its values.
+_SIZE = (int,)
+_SWITCH = (bool,)
+_TEXT = (str, type(None))
+_COMMON_END = {"nccl_communicator_config_path": _TEXT, "distributed_timeout_minutes": _SIZE, "order": (str,)}
+_AFTER_THIRD = (
+    {  # core 0.2 to 0.8
+        "pipeline_model_parallel_split_rank": (int, type(None)),
+        "use_sharp": _SWITCH,
+        "context_parallel_size": _SIZE,
+        "expert_model_parallel_size": _SIZE,
+        **_COMMON_END,
+    },
+    {  # core 0.9 to 0.13
+        "pipeline_model_parallel_split_rank": (int, type(None)),
+        "pipeline_model_parallel_comm_backend": _TEXT,
+        "use_sharp": _SWITCH,
+        "context_parallel_size": _SIZE,
+        "hierarchical_context_parallel_sizes": (list, type(None)),
+        "expert_model_parallel_size": _SIZE,
+        "num_distributed_optimizer_instances": _SIZE,
+        "expert_tensor_parallel_size": (int, type(None)),
+        **_COMMON_END,
+    },
+    {  # core 0.14 and later
+        "pipeline_model_parallel_comm_backend": _TEXT,
+        "use_sharp": _SWITCH,
+        "context_parallel_size": _SIZE,
+        "hierarchical_context_parallel_sizes": (list, type(None)),
+        "hybrid_context_parallel": _SWITCH,
+        "expert_model_parallel_size": _SIZE,
+        "num_distributed_optimizer_instances": _SIZE,
+        "expert_tensor_parallel_size": (int, type(None)),
+        **_COMMON_END,
+    },
+)
 
+
+def named_arguments(values: Sequence[Any]) -> dict[str, Any]:
+    """Return Megatron's positional arguments after the third by name, without those that change nothing.
+
+    Releases order them differently, so they are read as those of every release whose types they fit. TypeError if these
+    disagree, or if there is none.
+    """
+    readings: list[dict[str, Any]] = []
+    for names in _AFTER_THIRD:
+        pairs = list(zip(names.items(), values))
+        is_fitting = len(values) <= len(names) and all(type(value) in types for (_, types), value in pairs)
+        if not is_fitting:
+            continue
+        reading = {}
+        for (name, _), value in pairs:
+            is_default = value is None or value is False or (name.endswith(("_size", "_instances")) and value == 1)
+            if not is_default:
+                reading[name] = value
+        if reading not in readings:
+            readings.append(reading)
+    if len(readings) != 1:
+        shown = ", ".join(map(repr, values))
+        raise TypeError(
+            f"initialize_model_parallel(..., {shown}): Megatron's releases have different arguments from the fourth on, and "
+            f"these fit {'several of them' if readings else 'none of them'}; give them by name"
+        )
+    return readings[0]
+
+
+def _with_positions_of_any_release(function: Callable[..., Mesh]) -> Callable[..., Mesh]:
+    """Give the function all of Megatron's positional arguments, which differ from release to release."""
+
+    @functools.wraps(function)
+    def initialize(*values: Any, **by_name: Any) -> Mesh:
+        named = named_arguments(values[3:]) if len(values) > 3 else {}
+        twice = [name for name in named if name in by_name]
+        if twice:
+            raise TypeError(f"initialize_model_parallel() got {', '.join(twice)} by position and by name")
+        return function(*values[:3], **named, **by_name)
+
+    return initialize
+
+
+@_with_positions_of_any_release
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -58,7 +145,8 @@ def initialize_model_parallel(
     get_embedding_ranks(ranks of a pipeline) -> the ranks that share the token embedding; default the first and last.
     get_position_embedding_ranks: the same for the position embedding; default the first.
     backend_options: Megatron's options of communicators (use_sharp, ...); values that change nothing are ignored,
-    others raise ConfigError.
+    others raise ConfigError, as does a size or a rank that is not what a setter of mpu was given before. Positional
+    arguments after the third are read as those of the release of Megatron that they fit, see `named_arguments`.
     """
     if mesh_of_process() is not None:
         raise RuntimeError("model parallelism is initialised already; call destroy_model_parallel() first")
@@ -83,6 +171,9 @@ def initialize_model_parallel(
     if dist.is_initialized():
         leave_at_exit()
     sizes = parallel.sizes(launched_world_size(), num_distributed_optimizer_instances, order)
+    for (axis, kind), (setter, value) in announced.items():
+        if kind == "size":
+            check_unchanged(setter, value, getattr(sizes, axis))
     timeout = datetime.timedelta(minutes=distributed_timeout_minutes)
 
     # the options of `build_mesh`, equal on all ranks
@@ -94,9 +185,23 @@ def initialize_model_parallel(
     options["stages"] = stages or loop(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
 
     make_group = _group_maker(sizes, timeout, options)
-    set_mesh_of_process(build_mesh(sizes, launched_rank(), make_group, **options))
+    mesh = build_mesh(sizes, launched_rank(), make_group, **options)
+    for (axis, kind), (setter, value) in announced.items():
+        check_unchanged(setter, value, getattr(mesh[axis], kind))
+    announced.clear()
+    set_mesh_of_process(mesh)
     stop_tcp_probes()
     return get_mesh()
+
+
+def check_unchanged(setter: str, value: int | None, actual: int) -> None:
+    """Raise ConfigError if a setter of mpu was given another value than the actual one. None is no value."""
+    if value not in (None, actual):
+        raise ConfigError(
+            f"{setter}({value}): the value is {actual} and cannot be changed; start processes for the layout that "
+            "you want, with --tensor-model-parallel-size and --pipeline-model-parallel-size (a checkpoint loads into "
+            "any layout)"
+        )
 
 
 _world_of_first_mesh: Any = None  # the torch.distributed group of all ranks for which a mesh has been made

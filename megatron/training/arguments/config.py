@@ -70,6 +70,9 @@ class TrainingConfig(FlagConfig):
     )
     eval_interval: WholeNumber = option(1000, "iterations between validations; 0: validate only after training")
     eval_iters: WholeNumber = option(100, "global batches per validation; 0: no validation or test")
+    eval_global_batch_size: Count | None = option(
+        None, "samples per global batch of validation and test; default: --global-batch-size"
+    )
     skip_train: bool = option(False, "only validate and test the loaded weights")
     exit_interval: Count | None = option(None, "save and exit after an iteration divisible by this")
     exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
@@ -204,7 +207,30 @@ class CheckpointConfig(FlagConfig):
         "and keeps its initial values",
     )
 
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = option(
+        "raise_all",
+        "when the checkpoint and the model differ in their parameters: raise_all: refuse it; raise_unexpected, "
+        "assume_ok_unexpected: load it, with a WARNING, if it only has more parameters; log_unexpected, log_all, "
+        "ignore_all: load it, with a WARNING, also if it lacks some, which keep their initial values, with new optimizer "
+        "state",
+    )
+
     def problems(self) -> Iterator[str]:
+        if self.dist_ckpt_strictness.startswith("return_"):
+            instead = self.dist_ckpt_strictness.replace("return_", "log_")
+            yield (
+                f"--dist-ckpt-strictness {self.dist_ckpt_strictness} returns names to a program that calls "
+                f"megatron.core.dist_checkpointing.load, which a training run is not; give {instead}, which logs them"
+            )
         kind = self.non_persistent_ckpt_type
         interval = self.non_persistent_save_interval
         if kind == "in_memory":
@@ -246,6 +272,16 @@ class CheckpointConfig(FlagConfig):
         if kind != "global" and self.non_persistent_global_ckpt_dir is not None:
             yield "--non-persistent-global-ckpt-dir needs --non-persistent-ckpt-type global; give both"
 
+    @property
+    def loads_more_parameters(self) -> bool:
+        """Whether a checkpoint is loaded that has parameters which the model lacks."""
+        return self.dist_ckpt_strictness != "raise_all"
+
+    @property
+    def loads_fewer_parameters(self) -> bool:
+        """Whether a checkpoint is loaded, also with its optimizer state, that lacks parameters of the model."""
+        return self.dist_ckpt_strictness in ("log_unexpected", "log_all", "ignore_all")
+
     def copy_is_due(self, iteration: int) -> bool:
         """Whether a copy for restarts is due after this iteration. If a checkpoint is due too, only that is saved."""
         interval = self.non_persistent_save_interval
@@ -271,6 +307,7 @@ class CheckpointConfig(FlagConfig):
             "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
+            "--dist-ckpt-strictness": self.dist_ckpt_strictness != "raise_all",
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
 
@@ -324,17 +361,21 @@ class Config:
         return sizes
 
     def global_batch_size(self, world_size: int) -> int:
-        """Return the samples of a training step at the end of a ramp, and of a validation batch."""
+        """Return the samples of a training step at the end of a ramp."""
         return self.batch_sizes(world_size).last
+
+    def eval_batch_size(self, world_size: int) -> int:
+        """Return the samples of a global batch of validation and test."""
+        return self.training.eval_global_batch_size or self.global_batch_size(world_size)
 
     def num_microbatches(self, world_size: int) -> int:
         """Return the microbatches per rank in one step, at the end of a ramp."""
         return self.global_batch_size(world_size) // self.samples_at_once(world_size)
 
     def train_iters(self, world_size: int) -> int:
-        """Return the iterations of the whole run, from its start."""
-        if self.training.train_iters:
-            return self.training.train_iters
+        """Return the iterations of the whole run, from its start; 0 if --skip-train has none."""
+        if self.training.train_iters or self.training.train_samples is None:
+            return self.training.train_iters or 0
         return self.batch_sizes(world_size).steps(0, self.training.train_samples)
 
     def run_length(self, world_size: int) -> RunLength:
@@ -345,7 +386,8 @@ class Config:
         training = self.training
         if training.train_samples is not None:
             return RunLength(training.train_samples, "samples")
-        return RunLength(training.train_iters, "iters", self.batch_sizes(world_size).rows[-1][1])
+        count = training.train_iters or 1  # --skip-train needs no length
+        return RunLength(count, "iters", self.batch_sizes(world_size).rows[-1][1])
 
     @property
     def validates(self) -> bool:

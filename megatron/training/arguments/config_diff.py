@@ -57,8 +57,10 @@ NOT_COMPARED = {
     "compared as a schedule": (*("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),),
     "compared as the rows of the position table": ("max_position_embeddings",),
     "what is looked at beside the run": (
+        "test_mode",
         *("check_weight_hash_across_dp_replicas_interval", "check_state_hash_interval", "rerun_mode", "bad_step_dir"),
         *("rerun_interval", "error_injection_rate", "error_injection_type"),
+        "eval_global_batch_size",
         *("full_validation", "multiple_validation_sets", "validation_set_names"),
     ),
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),

@@ -165,6 +165,14 @@ NO_EFFECT = by_flag(
         values={"--wgrad-deferral-limit": "N"},
     ),
     OtherFlags(
+        "--overlap-param-gather gathers after the update, behind the next forward, which changes no number",
+        switches=("--overlap-param-gather-with-optimizer-step",),
+    ),
+    OtherFlags(
+        "the chunks of a rank take turns after as many microbatches as there are stages, which changes no number",
+        values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
+    ),
+    OtherFlags(
         "tensor-parallel communication and products are overlapped where the code can, which changes no number",
         switches=(
             "--tp-comm-overlap",
@@ -253,6 +261,15 @@ NO_EFFECT = by_flag(
     ),
     OtherFlags(
         "the process that --async-save starts lives as long as the run", switches=("--use-persistent-ckpt-worker",)
+    ),
+    OtherFlags(
+        "--async-save writes in one way, in a process of its own",
+        switches=("--async-ckpt-use-cpu-shm",),
+        values={"--async-strategy": "NAME"},
+    ),
+    OtherFlags(
+        "every part of a checkpoint has its SHA-256 in the manifest, and is checked when it is read",
+        switches=("--verify-integrity",),
     ),
     OtherFlags(
         "only --replication reads it, and it is not built yet",
@@ -418,7 +435,6 @@ NO_EFFECT = by_flag(
         values={
             "--mtp-loss-scaling-factor": "X",
             "--cuda-graph-warmup-steps": "N",
-            "--cuda-graph-scope": "NAME",
             "--sft-tokenizer-prompt-format": "NAME",
             "--adlr-autoresume-interval": "N",
             "--inprocess-max-iterations": "N",
@@ -436,7 +452,7 @@ NO_EFFECT = by_flag(
             "--inprocess-granularity": "NAME",
             "--inprocess-active-world-size": "N",
         },
-        lists={"--mrope-section": "N"},
+        lists={"--mrope-section": "N", "--cuda-graph-scope": "NAME"},
     ),
     OtherFlags(
         "only inference reads it; tools/generate.py has flags of its own",
@@ -505,6 +521,7 @@ SILENT = by_flag(
             "--delay-wgrad-compute",
         ),
         values={
+            "--expert-tensor-parallel-size": "N",
             "--moe-router-topk": "N",
             "--moe-token-dispatcher-type": "NAME",
             "--moe-layer-freq": "TEXT",
@@ -610,8 +627,18 @@ REFUSED = by_flag(
     ),
     OtherFlags("is not built yet; use --qk-layernorm", switches=("--qk-l2-norm",)),
     OtherFlags(
+        "rates and initial weights that scale with the width are not built yet; leave it out, and give --lr and "
+        "--init-method-std for this width",
+        switches=("--use-mup",),
+        values={"--mup-base-hidden-size": "N"},
+    ),
+    OtherFlags(
         "is not built yet; leave it out: initial weights are the same in every layout",
         switches=("--data-parallel-random-init",),
+    ),
+    OtherFlags(
+        "is not built yet; leave it out: validation takes microbatches of --micro-batch-size",
+        values={"--eval-micro-batch-size": "N"},
     ),
     OtherFlags(
         "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out",
@@ -690,18 +717,12 @@ REFUSED = by_flag(
         harmless={"--main-params-dtype": ("fp32",), "--exp-avg-dtype": ("fp32",), "--exp-avg-sq-dtype": ("fp32",)},
     ),
     OtherFlags(
-        "is not built yet; leave it out: on a CPU a layout repeats its numbers, and --fixed-order-grad-reduce makes "
-        "data-parallel layouts agree",
-        switches=("--deterministic-mode",),
-    ),
-    OtherFlags(
         "is not built yet; leave it out",
         switches=(
             "--enable-ft-package",
             "--calc-ft-timeouts",
             "--inprocess-restart",
             "--adlr-autoresume",
-            "--test-mode",
             "--sft",
             "--perform-rl-step",
             "--replication",
@@ -712,11 +733,6 @@ REFUSED = by_flag(
     OtherFlags(
         "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards",
         switches=("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
-    ),
-    OtherFlags(
-        "is not built yet; leave it out, the numbers are the same",
-        switches=("--overlap-param-gather-with-optimizer-step",),
-        values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
     ),
     OtherFlags(
         "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
@@ -750,15 +766,30 @@ REFUSED = by_flag(
     ),
     # ---- checkpoints
     OtherFlags(
-        "what is missing from a checkpoint, or too much in it, is always an error; leave it out",
+        "its format is not built; leave it out, and use --dist-ckpt-strictness log_all to load what a checkpoint has",
         switches=("--no-strict-fsdp-dtensor-load",),
-        values={"--dist-ckpt-strictness": "NAME"},
-        harmless={"--dist-ckpt-strictness": ("raise_all",)},
     ),
     OtherFlags(
         "other formats are not built yet; leave it out",
         switches=("--dist-ckpt-save-pre-mcore-014",),
         values={"--ckpt-convert-format": "NAME", "--ckpt-convert-save": "DIR"},
+    ),
+    # ---- flags of forks
+    OtherFlags(
+        "a run is set up by flags alone; use --zero-stage, --bf16 or --fp16, --micro-batch-size, --global-batch-size and "
+        "--clip-grad for what the file says. docs/deepspeed.md has the keys; megatron.deepspeed.initialize reads the file, in "
+        "a loop of your own",
+        switches=("--deepspeed",),
+        values={"--deepspeed_config": "FILE", "--deepspeed-config": "FILE"},
+    ),
+    OtherFlags(
+        "use --train-samples, the tokens divided by --seq-length; docs/training_run.md has the length of a run",
+        values={"--train-tokens": "N"},
+    ),
+    OtherFlags(
+        "leave it out: there is a pipeline with --pipeline-model-parallel-size 2 or more alone, and --zero-stage goes with or "
+        "without one, see docs/parallelism.md",
+        switches=("--no-pipeline-parallel",),
     ),
     # ---- scripts other than pretraining
     OtherFlags(

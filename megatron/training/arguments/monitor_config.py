@@ -10,6 +10,11 @@ from megatron.core.base.dataclass_flags import Count, FlagConfig, flag_of, optio
 _LOG_INTERVAL = 100  # Megatron's default
 
 
+def read_wandb(text: str) -> str | None:
+    """Read a text about Weights & Biases; the empty text is None, since it is Megatron's default and in its files."""
+    return text or None
+
+
 @dataclass(frozen=True)
 class LogConfig(FlagConfig):
     """Logging."""
@@ -90,7 +95,7 @@ class TensorBoardConfig(FlagConfig):
         1, "iterations between points of the TensorBoard and Weights & Biases curves"
     )
     tensorboard_queue_size: Count = option(1000, "points buffered before a write")
-    log_timers_to_tensorboard: bool = option(False, "log timers (needs --timing-log-level 1 or 2)")
+    log_timers_to_tensorboard: bool = option(False, "log the timers of --timing-log-level 1 or 2")
     log_batch_size_to_tensorboard: bool = option(False, "log the global batch size")
     log_learning_rate_to_tensorboard: bool = option(
         True,
@@ -105,11 +110,15 @@ class TensorBoardConfig(FlagConfig):
         False, "log auxiliary losses, which a model's layers add to the objective, of each layer too"
     )
     wandb_project: str | None = option(
-        None, "Weights & Biases project for the curves that --tensorboard-dir has", metavar="NAME"
+        None, "Weights & Biases project for the curves that --tensorboard-dir has", metavar="NAME", read=read_wandb
     )
-    wandb_exp_name: str | None = option(None, "name of the run at Weights & Biases", metavar="NAME")
-    wandb_entity: str | None = option(None, "user or team of --wandb-project at Weights & Biases", metavar="NAME")
-    wandb_save_dir: str | None = option(None, "folder for wandb's files; default: the working folder", metavar="DIR")
+    wandb_exp_name: str | None = option(None, "name of the run at Weights & Biases", metavar="NAME", read=read_wandb)
+    wandb_entity: str | None = option(
+        None, "user or team of --wandb-project at Weights & Biases", metavar="NAME", read=read_wandb
+    )
+    wandb_save_dir: str | None = option(
+        None, "folder for wandb's files; default: the working folder", metavar="DIR", read=read_wandb
+    )
 
     def problems(self) -> Iterator[str]:
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
@@ -166,8 +175,6 @@ def watch_problems(
             "--inspect needs an output; give --metrics-file FILE (or --tensorboard-dir DIR, with the package "
             "tensorboard)"
         )
-    if curves.log_timers_to_tensorboard and log.timing_log_level == 0:
-        yield "--log-timers-to-tensorboard needs timers; give --timing-log-level 1 or 2"
     if profile.profile and curves.tensorboard_dir is None and save is None:
         yield "--profile needs a folder for its trace; give --tensorboard-dir or --save"
     wrong = [rank for rank in profile.profile_ranks if not 0 <= rank < world_size]

@@ -60,6 +60,9 @@ class GuardConfig(FlagConfig):
         "axis that replicates them; a difference stops the run with the names of parameter, axis and ranks",
         metavar="STEPS",
     )
+    test_mode: bool = option(
+        False, "compare all replicas of the weights after each iteration, as with that interval of 1"
+    )
     check_state_hash_interval: Count | None = option(
         None,
         "iterations between hashes of weights, fp32 masters and moments; a hash is taken after an update and checked "
@@ -74,6 +77,13 @@ class GuardConfig(FlagConfig):
             return self.rerun_interval
         return 1 if self.rerun_mode == "report_stats" else None
 
+    @property
+    def compare_replicas_every(self) -> int | None:
+        """Iterations between comparisons of the replicas of the weights; None: they are not compared."""
+        if self.check_weight_hash_across_dp_replicas_interval or not self.test_mode:
+            return self.check_weight_hash_across_dp_replicas_interval
+        return 1
+
     def problems(self) -> Iterator[str]:
         wrong = [number for number in self.iterations_to_skip if number < 1]
         if wrong:
@@ -82,9 +92,4 @@ class GuardConfig(FlagConfig):
             yield (
                 "--rerun-interval computes microbatches twice, but --rerun-mode disabled forbids that; leave one "
                 "of them out"
-            )
-        if self.error_injection_rate and self.replay_every is None:
-            yield (
-                "--error-injection-rate changes microbatches that are computed twice, but this run computes none "
-                "twice; give --rerun-interval N"
             )

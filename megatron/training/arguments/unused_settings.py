@@ -152,7 +152,7 @@ def _of_data(config: Any) -> Iterator[Unread]:
 
 def _of_saving(config: Any) -> Iterator[Unread]:
     if config.checkpoint.save is None:
-        yield config.checkpoint, ("save_optim", "save_frozen"), "nothing is saved without --save"
+        yield config.checkpoint, ("save_interval", "save_optim", "save_frozen"), "nothing is saved without --save"
 
 
 def _of_skipped_training(config: Any) -> Iterator[Unread]:
@@ -194,7 +194,12 @@ def _of_absent_flags(config: Any) -> Iterator[Unread]:
     if log.timing_log_level == 0:
         of_timers = ("timing_log_option", "barrier_with_L1_time")
         yield log, of_timers, "there are no timers with --timing-log-level 0"
-    if config.guard.error_injection_rate == 0:
+        why = "there are no timers with --timing-log-level 0; the time of an iteration is always among the curves"
+        yield curves, ("log_timers_to_tensorboard",), why
+    if config.guard.replay_every is None:
+        why = "no microbatch is computed twice without --rerun-interval N, and only into those an error is injected"
+        yield config.guard, ("error_injection_rate", "error_injection_type"), why
+    elif config.guard.error_injection_rate == 0:
         yield config.guard, ("error_injection_type",), "nothing is injected with --error-injection-rate 0"
 
 

@@ -48,7 +48,7 @@ def _checkpoint_problems(config: Config, _: int) -> Iterator[str]:
     stage = config.data_parallel.stage
 
     # saving
-    for name in ("save_interval", "keep_checkpoints", "save_retain_interval"):
+    for name in ("keep_checkpoints", "save_retain_interval"):
         if checkpoint.save is None and getattr(checkpoint, name) is not None:
             yield f"{flag_of(name)} needs --save, the folder to write to"
     for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"):
@@ -170,13 +170,15 @@ def _watch_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _missing(config: Config, _: int) -> Iterator[str]:
-    """Yield required settings that are not given."""
+    """Yield required settings that are not given. A run that trains nothing needs neither a rate nor a length."""
+    trains = not config.training.skip_train
     for component in fields(config):
         part = getattr(config, component.name)
         for field in option_fields(type(part)):
-            if field.metadata["required"] and getattr(part, field.name) is None:
+            is_needed = field.metadata["required"] and (trains or field.name != "lr")
+            if is_needed and getattr(part, field.name) is None:
                 yield f"{flags_of(field)[0]} is required"
-    if config.training.train_iters is None and config.training.train_samples is None:
+    if trains and config.training.train_iters is None and config.training.train_samples is None:
         yield "--train-iters (or --train-samples) is required"
 
 
@@ -223,7 +225,7 @@ def drop_doubtful_problems(known: Sequence[str], parts: Mapping[str, Any], found
 
 def _data_problems(config: Config, _: int) -> Iterator[str]:
     data = config.data
-    source_problems = data.source_problems(needed=False)
+    source_problems = data.source_problems(needed=False, trains=not config.training.skip_train)
     yield from source_problems or data.validation_problems()
     if data.full_validation and data.mock_data and config.training.eval_iters == 0:
         yield (
@@ -418,11 +420,13 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | None:
-    """Return the problem with the batch sizes of all steps, found before the run reaches them."""
+    """Return the problem with the batch sizes of all steps and of validation, found before the run reaches them."""
     training = config.training
     at_once = config.samples_at_once(world_size)
     ranks = config.data_parallel_size(world_size)
     product = f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size ({ranks})"
+    if training.eval_global_batch_size is not None and training.eval_global_batch_size % at_once:
+        return f"--eval-global-batch-size ({training.eval_global_batch_size}) must be a multiple of {product}"
     if training.decrease_batch_size_if_needed:
         if all(sizes):
             return None

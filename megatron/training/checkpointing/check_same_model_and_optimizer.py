@@ -83,11 +83,12 @@ def with_current_names(
 
 
 def refuse_unexpected_parameters(
-    model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
+    config: Config, model: dict[str, LocalTensor], checkpoint: Checkpoint, world: Axis, device: torch.device
 ) -> None:
-    """Refuse a checkpoint with parameters that this run's model lacks on all ranks.
+    """Refuse a checkpoint with parameters that this run's model lacks on all ranks, or warn of them.
 
-    model: name -> this rank's part. Raises ConfigError. One all-reduce; every rank must call.
+    model: name -> this rank's part. Raises ConfigError under --dist-ckpt-strictness raise_all, the default. One
+    all-reduce; every rank must call.
     """
     names = sorted(name for name in checkpoint.names if name.startswith(_MODEL))
     holders = torch.tensor([name in model for name in names], dtype=torch.int32, device=device)  # [names]
@@ -98,10 +99,12 @@ def refuse_unexpected_parameters(
     shown = ", ".join(lacking[:_MAX_SHOWN])
     if len(lacking) > _MAX_SHOWN:
         shown += f" and {len(lacking) - _MAX_SHOWN} more"
-    raise ConfigError(
-        f"{checkpoint.folder} contains parameters that this run's model lacks: {shown}; it was written by another "
-        "model, or with other model flags"
-    )
+    problem = f"{checkpoint.folder} contains parameters that this run's model lacks: {shown}"
+    if config.checkpoint.loads_more_parameters:
+        strictness = config.checkpoint.dist_ckpt_strictness
+        print_rank_0(f"WARNING: {problem}; they are not read, as --dist-ckpt-strictness {strictness} asks")
+        return
+    raise ConfigError(f"{problem}; it was written by another model, or with other model flags")
 
 
 def absent_parameters(
@@ -118,7 +121,8 @@ def absent_parameters(
 
     model: name -> this rank's part. Every rank must call. Parameters of heads that the checkpoint's architecture does
     not have are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
-    and no optimizer state is loaded: its state of such a parameter would be missing too. Then a WARNING names each.
+    and no optimizer state is loaded, or --dist-ckpt-strictness says that it gets new state too. Then a WARNING names
+    each.
     """
     state = checkpoint.state
     saved_names = {*checkpoint.names}
@@ -131,7 +135,10 @@ def absent_parameters(
     head_names = {*recorded_absent_head_params(state)}
     missing_of_heads = [name for name in lacking if name in head_names]
     others = [name for name in lacking if name not in head_names]
-    if others and (load_optimizer or not config.checkpoint.allow_missing_tensors):
+    is_allowed = config.checkpoint.loads_fewer_parameters
+    if config.checkpoint.allow_missing_tensors and not load_optimizer:
+        is_allowed = True
+    if others and not is_allowed:
         if load_optimizer:
             advice = (
                 "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
@@ -142,8 +149,9 @@ def absent_parameters(
         raise CheckpointError(checkpoint.folder, [f"lacks {with_hf_names(state, name)}" for name in others], advice)
     if missing_of_heads:
         print_rank_0(f"{source} has no {describe_heads(missing_of_heads)}, as its architecture: they get first values")
+    with_state = ", and new optimizer state" if load_optimizer else ""
     for name in others:
-        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, name)}: it gets first values")
+        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, name)}: it gets first values{with_state}")
     return {f"{_MODEL}{name}" for name in lacking}
 
 

@@ -325,10 +325,10 @@ def _load_checkpoint(
         parameters = {name: tensor for name, tensor in parameters.items() if name not in of_base}
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
-        checkpoint = check_same_model_and_optimizer.with_current_names(parameters, checkpoint, world, device)
-        check_same_model_and_optimizer.refuse_unexpected_parameters(parameters, checkpoint, world, device)
-        check_same_model_and_optimizer.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
-        absent = check_same_model_and_optimizer.absent_parameters(
+        checkpoint = compatibility.with_current_names(parameters, checkpoint, world, device)
+        compatibility.refuse_unexpected_parameters(runtime.config, parameters, checkpoint, world, device)
+        compatibility.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
+        absent = compatibility.absent_parameters(
             runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
         )
     if load_optimizer:
@@ -339,7 +339,7 @@ def _load_checkpoint(
     if absent:
         parameters = {name: tensor for name, tensor in parameters.items() if name not in absent}
         optimizer_state = {
-            name: tensor for name, tensor in optimizer_state.items() if name.replace(_MASTER, _MODEL, 1) not in absent
+            name: tensor for name, tensor in optimizer_state.items() if _parameter_of(name) not in absent
         }
     if resizes:
         rows = tokenizer_check_and_embedding_resize.reused_rows(runtime, checkpoint, source)
@@ -374,6 +374,11 @@ def _load_checkpoint(
         ancestors = {*checkpoint.state.get("checkpoints", ()), train.iteration}
         train.checkpoints = sorted(ancestors & set(saved_iterations(path_of(config.load))))
     return train, checkpoint.state["log"]
+
+
+def _parameter_of(name: str) -> str:
+    """Return model/PARAMETER for optimizer/STATE/PARAMETER."""
+    return _MODEL + name.split("/", 2)[2]
 
 
 def read_tensors(

@@ -19,7 +19,7 @@ from megatron.training.step import NonFiniteStepGuard, StepFigures, StepWork
 # A check runs if its setting is given.
 CHECKS: dict[str, type[Check]] = {
     "check_state_hash_interval": StateCheck,  # first: its hashes are of the state as the update left it
-    "check_weight_hash_across_dp_replicas_interval": ReplicaCheck,
+    "compare_replicas_every": ReplicaCheck,
     "replay_every": RerunCheck,
 }
 

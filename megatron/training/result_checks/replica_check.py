@@ -29,7 +29,7 @@ class ReplicaCheck(Check):
     """--check-weight-hash-across-dp-replicas-interval: compare copies of the weights after an update."""
 
     def after_update(self, iteration: int) -> None:
-        if iteration % self.config.check_weight_hash_across_dp_replicas_interval != 0:
+        if iteration % self.config.compare_replicas_every != 0:
             return
         for chunk in self.chunks:
             chunk.finish_param_gather()

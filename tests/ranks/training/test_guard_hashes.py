@@ -18,8 +18,10 @@ from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
+from megatron.training.result_checks import replica_check
 from megatron.training.result_checks.base_check import WrongNumbersError
-from megatron.training.result_checks.replica_check import param_replica_differences
+from megatron.training.result_checks.check_runner import CHECKS
+from megatron.training.result_checks.replica_check import ReplicaCheck, param_replica_differences
 from megatron.training.result_checks.state_hash_check import StateCheck, changes_since, hashes_of, resident_state
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
@@ -186,3 +188,18 @@ def stops(mesh: Mesh) -> None:
 @pytest.mark.full
 def test_a_changed_bit_stops_every_rank_before_the_next_update():
     run_ranks({"dp": 2}, stops)
+
+
+@pytest.mark.parametrize(("interval", "compared"), [(None, [1, 2, 3, 4]), (2, [2, 4])])
+def test_test_mode_compares_the_copies_after_each_iteration(interval: int | None, compared: list[int], monkeypatch):
+    """Unless the interval of the comparisons is given."""
+    iterations = []
+    monkeypatch.setattr(replica_check, "param_replica_differences", lambda *_: iterations.append(iteration) or [])
+    config = GuardConfig(test_mode=True, check_weight_hash_across_dp_replicas_interval=interval)
+    assert not GuardConfig().compare_replicas_every and CHECKS["compare_replicas_every"] is ReplicaCheck
+    check = ReplicaCheck.__new__(ReplicaCheck)
+    check.config, check.chunks, check.mesh = config, [], None
+    check.stop_if = lambda problem: None
+    for iteration in range(1, 5):
+        check.after_update(iteration)
+    assert iterations == compared

@@ -205,8 +205,8 @@ def test_made_up_data_are_read_whole_for_as_many_batches(said):
     assert starts == ["validation loss at iteration 2", f"{of_end} validation set", f"{of_end} test set"]
     config = DataConfig(mock_data=True, full_validation=True)
     training = TrainingConfig(eval_iters=5)
-    assert samples_to_request(training, config, 4, 3, TrainState())[1] == 15
-    assert samples_to_request(training, DataConfig(full_validation=True), 4, 3, TrainState())[1] is None
+    assert samples_to_request(training, config, 4, (5, 3), TrainState())[1] == 15
+    assert samples_to_request(training, DataConfig(full_validation=True), 4, (5, 3), TrainState())[1] is None
 
 
 REFUSED = {

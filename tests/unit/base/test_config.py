@@ -353,6 +353,18 @@ FLAGS_AND_SAID = [
         "--metrics-file x",
         "--log-timers-to-tensorboard --metrics-file",
     ),
+    ("--save-interval 5", "--save x", "--save-interval --save"),
+    ("--dist-ckpt-strictness log_all", "--load x", "--dist-ckpt-strictness --load"),
+    (
+        "--log-timers-to-tensorboard --metrics-file x",
+        "--timing-log-level 1",
+        "--log-timers-to-tensorboard --timing-log-level 0",
+    ),
+    (
+        "--error-injection-rate 5 --error-injection-type correct_result",
+        "--rerun-interval 1",
+        "--error-injection-rate --error-injection-type --rerun-interval",
+    ),
     # settings that only say more about a flag that is absent
     (
         "--tensorboard-log-interval 5 --no-log-loss-scale-to-tensorboard",
@@ -373,8 +385,8 @@ FLAGS_AND_SAID = [
         "--timing-log-option --barrier-with-level-1-timing --timing-log-level",
     ),
     (
-        "--error-injection-type correct_result",
-        "--error-injection-rate 5 --rerun-interval 1",
+        "--error-injection-type correct_result --rerun-interval 1",
+        "--error-injection-rate 5",
         "--error-injection-type --error-injection-rate 0",
     ),
     ("--eval-interval 5 --eval-iters 0", None, "--eval-interval --eval-iters 0"),

@@ -314,6 +314,69 @@ def one_of_16(monkeypatch):
     parallel_state.destroy_model_parallel()
 
 
+# Arguments after the third, as releases order them -> what they set.
+BY_POSITION = [
+    ((None,), {}),
+    ((None, False, 2), {"context_parallel_size": 2}),  # core 0.8, and core 0.16
+    ((None, None, False, 4, None, 1), {"context_parallel_size": 4}),  # core 0.12
+    ((None, False, 2, None, False, 1, 2), {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}),
+    ((None, False, 1, 1, None, 7), {"distributed_timeout_minutes": 7}),
+    (("nccl", False, 2), {"pipeline_model_parallel_comm_backend": "nccl", "context_parallel_size": 2}),
+    ((1,), {"pipeline_model_parallel_split_rank": 1}),
+]
+
+
+@pytest.mark.parametrize(("values", "meaning"), BY_POSITION)
+def test_positional_arguments_are_those_of_the_release_that_they_fit(values, meaning):
+    assert initialize_model_parallel.named_arguments(values) == meaning
+
+
+@pytest.mark.parametrize("values", [(None, 2), (None, False, 1, 2, "file", 1, 1, 1), (False,)])
+def test_positional_arguments_of_no_release_are_refused(values):
+    with pytest.raises(TypeError, match="by name"):
+        mpu.initialize_model_parallel(1, 1, None, *values)
+    assert not mpu.model_parallel_is_initialized()
+
+
+def test_a_fifth_positional_argument_lays_out_the_job(one_of_16):
+    mesh = mpu.initialize_model_parallel(2, 2, None, None, False, 2)
+    assert {name: mesh[name].size for name in ("tp", "pp", "cp", "dp")} == {"tp": 2, "pp": 2, "cp": 2, "dp": 2}
+    mpu.destroy_model_parallel()
+    with pytest.raises(TypeError, match="context_parallel_size by position and by name"):
+        mpu.initialize_model_parallel(2, 2, None, None, False, 2, context_parallel_size=2)
+
+
+@pytest.fixture
+def before_the_start(monkeypatch):
+    monkeypatch.setattr(global_state, "_process_state", None)
+    yield
+    global_state.announced.clear()
+
+
+def test_sizes_and_ranks_may_be_set_before_the_start(before_the_start, one_of_16):
+    """As Megatron's lazy start does: they are told until then, and have to be right."""
+    for name, value in (("tensor_model_parallel_world_size", 2), ("pipeline_model_parallel_rank", 1)):
+        with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+            getattr(mpu, f"get_{name}")()
+        getattr(mpu, f"set_{name}")(value)
+        assert getattr(mpu, f"get_{name}")() == value
+    mpu.set_data_parallel_rank(5)
+    mpu.set_data_parallel_rank(None)
+    mpu.initialize_model_parallel(2, 4)
+    assert mpu.get_tensor_model_parallel_world_size() == 2 and not global_state.announced
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "actual"),
+    [("set_tensor_model_parallel_world_size", 4, 2), ("set_pipeline_model_parallel_rank", 3, 1)],
+)
+def test_what_was_set_before_and_is_not_so_is_refused(setter, value, actual, before_the_start, one_of_16):
+    getattr(mpu, setter)(value)
+    with pytest.raises(ConfigError, match=rf"(?s){setter}\({value}.*{actual}"):
+        mpu.initialize_model_parallel(2, 4)
+    assert not mpu.model_parallel_is_initialized()
+
+
 def test_the_timeout_reaches_every_group(one_of_16):
     mpu.initialize_model_parallel(
         2, 4, distributed_timeout_minutes=7, use_sharp=False, create_gloo_process_groups=False

@@ -143,8 +143,8 @@ TOGETHER = [
     (1, MOCK + "--lr fast --seed x --hidden-size 50", "--lr fast|--seed x|--hidden-size 50"),
     (
         3,
-        MOCK + "--tensor-model-parallel-size 2 --max-position-embeddings 3 --save-interval 3",
-        "--max-position-embeddings 3|3 2|--save-interval --save",
+        MOCK + "--tensor-model-parallel-size 2 --max-position-embeddings 3 --keep-checkpoints 3",
+        "--max-position-embeddings 3|3 2|--keep-checkpoints --save",
     ),
     (2, REAL + "--data-path {tmp}/no --seed -1 --load {tmp}/file", "--seed -1|--data-path {tmp}/no|--load {tmp}/file"),
     (2, REAL + "--data-path {tmp}/no --lr fast --device xpu", "--lr fast|--data-path {tmp}/no|--device xpu"),

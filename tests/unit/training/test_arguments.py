@@ -425,13 +425,13 @@ TOGETHER = {
     ),
     "much": (
         SMALL + "--data-path x --max-position-embeddings 16 --tensor-model-parallel-size 5 --sequence-parallel "
-        "--pipeline-model-parallel-size 3 --save-interval 5 --group-query-attention --num-query-groups 4",
+        "--pipeline-model-parallel-size 3 --keep-checkpoints 5 --group-query-attention --num-query-groups 4",
         15,
         "--data-path --mock-data | --num-attention-heads 12 --tensor-model-parallel-size 5 "
         "| 3072 --tensor-model-parallel-size 5 | --num-query-groups 4 --tensor-model-parallel-size 5 "
         "| --sequence-parallel --seq-length 32 --tensor-model-parallel-size 5 | 4 3 --num-layers "
         "--pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage "
-        "| --max-position-embeddings 16 --seq-length 32 | --save-interval --save",
+        "| --max-position-embeddings 16 --seq-length 32 | --keep-checkpoints --save",
     ),
     "batch": (SMALL + "--global-batch-size 12", 8, "--global-batch-size 12 16 --micro-batch-size 2 8"),
     "batch and positions": (
@@ -439,11 +439,15 @@ TOGETHER = {
         8,
         "--max-position-embeddings 16 --seq-length 32 | --global-batch-size 12 16 --micro-batch-size 2 8",
     ),
-    "warm-up": (SMALL + "--lr-warmup-iters 10 --save-interval 5", 1, "--lr-warmup-iters 10 | --save-interval --save"),
+    "warm-up": (
+        SMALL + "--lr-warmup-iters 10 --keep-checkpoints 5",
+        1,
+        "--lr-warmup-iters 10 | --keep-checkpoints --save",
+    ),
     "world": (
-        SMALL + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-interval 5",
+        SMALL + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --keep-checkpoints 5",
         6,
-        "6 4 2 | --save-interval --save",
+        "6 4 2 | --keep-checkpoints --save",
     ),
     "layers": (SMALL + "--pipeline-model-parallel-size 8", 8, "4 8 --num-layers --pipeline-model-parallel-size"),
     "schedule": (SMALL + "--pipeline-schedule 1b1f", 1, f"--pipeline-schedule 1b1f {' '.join(SCHEDULES)}"),

@@ -7,10 +7,10 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.arguments.command_line import parse_args
 
 REFUSED = """
-    --spec a_module a_function      --lazy-mpu-init 2 
-    --result-rejected-tracker-filename FILE                         --test-mode
+    --spec a_module a_function      --lazy-mpu-init 2               --train-tokens 300000000000
+    --result-rejected-tracker-filename FILE                         --deepspeed
     --log-energy                    --config-logger-dir logs        --distributed-timeout-seconds-after-init 60
-    --fp16-lm-cross-entropy         --dist-ckpt-strictness log_all
+    --fp16-lm-cross-entropy         --no-pipeline-parallel
 """
 
 

@@ -251,7 +251,6 @@ PROBLEMS = [
     ({}, {"wandb_project": "x"}, {}, "--wandb-project"),
     ({"log_progress": True}, {}, {}, "--log-progress needs --save"),
     ({"inspect": 5}, {}, {}, "--inspect --metrics-file FILE"),
-    ({}, {"log_timers_to_tensorboard": True}, {}, "--log-timers-to-tensorboard --timing-log-level 1 2"),
     ({}, {}, {"profile": True}, "--profile --tensorboard-dir --save"),
     ({}, {}, {"profile_ranks": [0, 2, -1]}, "--profile-ranks 2 -1 0 1"),
 ]

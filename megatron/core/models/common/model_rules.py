@@ -58,8 +58,9 @@ def no_experts(size: int) -> str:
 def missing_text_settings(config: Any) -> list[str]:
     """Return which settings of a run on text data, real or mock, are missing."""
     problems = []
-    if not config.data.source_problems(needed=False):  # those are reported for every model
-        problems += config.data.source_problems()
+    trains = not config.training.skip_train
+    if not config.data.source_problems(needed=False, trains=trains):  # those are reported for every model
+        problems += config.data.source_problems(trains=trains)
     if config.tokenizer.tokenizer_type is None:
         problems.append(NO_TOKENIZER)
     return problems
