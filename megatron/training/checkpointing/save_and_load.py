@@ -325,10 +325,12 @@ def _load_checkpoint(
         parameters = {name: tensor for name, tensor in parameters.items() if name not in of_base}
     absent: set[str] = set()
     if is_global:  # a rank's part names the boxes of its pieces, and reading it fails unless they are those wanted
-        checkpoint = compatibility.with_current_names(parameters, checkpoint, world, device)
-        compatibility.refuse_unexpected_parameters(runtime.config, parameters, checkpoint, world, device)
-        compatibility.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
-        absent = compatibility.absent_parameters(
+        checkpoint = check_same_model_and_optimizer.with_current_names(parameters, checkpoint, world, device)
+        check_same_model_and_optimizer.refuse_unexpected_parameters(
+            runtime.config, parameters, checkpoint, world, device
+        )
+        check_same_model_and_optimizer.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
+        absent = check_same_model_and_optimizer.absent_parameters(
             runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
         )
     if load_optimizer:
