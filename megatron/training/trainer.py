@@ -223,7 +223,13 @@ class Trainer:
 
         # without --log-interval, lines between the log lines show the progress in tokens
         tokens = self.config.data.tokens_per_sample if config.log_interval is None else None
-        log = TrainingLog(self.train_iters, config.steps_between_lines, flops, progress_in_tokens=tokens)
+        log = TrainingLog(
+            self.train_iters,
+            config.steps_between_lines,
+            flops,
+            progress_in_tokens=tokens,
+            samples_of_run=self.batch_sizes.consumed_after(self.state.consumed_train_samples, self._steps_left),
+        )
         if saved_state is not None:
             log.load_state(saved_state)
         return log
