@@ -103,9 +103,10 @@ class Trainer:
         self.exits = ExitConditions(self.config.training, world, self.device, began)
 
         # refuse an unusable --load or --save now, since building the model may take minutes
-        save_and_load.agree_where_to_start(
+        start = save_and_load.agree_where_to_start(
             self.config.checkpoint, world, self.device
         )  # first: a refused run creates no folder
+        save_and_load.refuse_other_settings(runtime, start)
         prepare_folder(self.config.checkpoint, world, self.device, runtime.resources)
         prepare_hf_folder(self.config.hf.save_hf, world, self.device, runtime.resources)
 
