@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
+from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer
 from megatron.core.tokenizers.hf_special_tokens import read_json_object
 
 # GPT-2's own pattern, by which byte-level BPE cuts text into words.
@@ -169,6 +170,9 @@ class WordPieceTokenizer(FastTokenizer):
 def check_exists(path: str, flag: str) -> None:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{flag} {path}: there is no such file")
+    with open(path, "rb") as file:
+        if is_lfs_pointer(file.read(100)):
+            raise ValueError(f"{flag} {path} {LFS_POINTER}; {FETCH_LFS}")
 
 
 def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:
