@@ -98,10 +98,10 @@ def refuse_unexpected_parameters(
     shown = ", ".join(lacking[:_MAX_SHOWN])
     if len(lacking) > _MAX_SHOWN:
         shown += f" and {len(lacking) - _MAX_SHOWN} more"
-    raise ConfigError(
-        f"{checkpoint.folder} contains parameters that this run's model lacks: {shown}; it was written by another "
-        "model, or with other model flags"
-    )
+    advice = "it was written by another model, or with other model flags"
+    if any("tokentype_embeddings" in name for name in lacking):  # every published BERT has them, a BertForMaskedLM too
+        advice = "leave out --bert-no-binary-head: without it a model has no token types"
+    raise ConfigError(f"{checkpoint.folder} contains parameters that this run's model lacks: {shown}; {advice}")
 
 
 def absent_parameters(
