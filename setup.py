@@ -42,6 +42,7 @@ PROGRAMS = [
     "tools/data_plan",
     "tools/estimate_memory",
     "tools/generate",
+    "tools/index_cache",
     "tools/inspect_dataset",
     "tools/merge_datasets",
     "tools/plot_context",

@@ -70,6 +70,7 @@ from tools.errors import naming_flag
 from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
 from tools.generating.writer import Writer
 from tools.script import script_at
+from tools.waiting import waiting_for_text
 
 LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 LAYOUT_FIELDS = (*LAYOUT_SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
@@ -315,7 +316,7 @@ def read_texts(settings: GenerateConfig) -> list[str]:
 def read_file(flag: str, path: str, advice: str) -> str:
     """Return the text of a file, or of standard input for `-`. advice: for the error if there is no text."""
     try:
-        with naming_flag(flag, path, "give a file of text, or - for standard input"):
+        with naming_flag(flag, path, "give a file of text, or - for standard input"), waiting_for_text(path):
             encoded = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
             text = encoded.decode("utf-8")
     except UnicodeDecodeError as error:

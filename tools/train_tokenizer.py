@@ -25,6 +25,7 @@ from megatron.training.monitor.long_task_progress import heartbeat
 from tools.errors import missing, run_tool
 from tools.preprocessing.encode import line_texts, without_byte_order_mark
 from tools.preprocessing.sources import input_files
+from tools.waiting import waiting_for_text
 
 EOD = "<|endoftext|>"
 UNKNOWN = "<unk>"
@@ -77,7 +78,9 @@ class Texts:
 
     def __iter__(self) -> Iterator[str]:
         for path in self.files:
-            with open(path, "rb") as file:
+            with waiting_for_text(path):
+                file = open(path, "rb")  # noqa: SIM115  closed below
+            with file:
                 for number, line in enumerate(file, 1):
                     try:
                         yield from _texts_of(without_byte_order_mark(line, number), path, self.json_key)

@@ -33,12 +33,14 @@ from typing import Any
 from megatron.convert.families.hf_family_table import START_ID
 from megatron.convert.formats.read_hf_config_and_headers import json_of, path_inside
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.storage.file_layer import backend_of, exists, is_file, is_folder, read_start, write_all
 from megatron.core.storage.path_or_url import is_url, path_of
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+_TOKENS_MAP = "special_tokens_map.json"
 _TEMPLATES = "additional_chat_templates"  # a folder
 # Files of a Hugging Face folder, beside config and weights, that its tokenizer and its users need.
 _AUX_FILES = (
@@ -222,27 +224,32 @@ def copy_aux_files(
 ) -> list[str]:
     """Copy the files of the folder `chosen`, by default those of the origin, unchanged; return their names.
 
-    tokenizer_config.json alone may change its spelling, for transformers 4. note: called with a line about files that
+    tokenizer_config.json and special_tokens_map.json may change their spelling, for transformers 4. note: called with a line about files that
     are missing. Raises CheckpointError or OSError for a file of `chosen`, or for one that cannot be written.
     """
     if chosen is not None:
-        return [_write(name, read_aux_file(chosen, name), target) for name in aux_files_in(chosen)]
+        return write_aux_files({name: read_aux_file(chosen, name) for name in aux_files_in(chosen)}, target)
     if origin is None:
         note(f"no tokenizer is written: the model did not begin as a folder that has its files; {OTHER_FOLDER}")
         return []
     root = path_of(origin.folder)
     hashes = dict.fromkeys(aux_files_in(root)) if origin.files is None else origin.files
-    written = []
+    found = {}
     missing = []
     for name, sha256 in hashes.items():
         data, problem = _read_unchanged(root, name, sha256)
         if problem:
             missing.append(f"{name} ({problem})")
         else:
-            written.append(_write(name, data, target))
+            found[name] = data
     if missing:
         note(f"not written, as {root} does not hold them as the run began: {', '.join(missing)}; {OTHER_FOLDER}")
-    return written
+    return write_aux_files(found, target)
+
+
+def write_aux_files(files: Mapping[str, bytes], target: Path) -> list[str]:
+    """Write files, by name, in spellings that transformers 4 and 5 read; return their names. Raises OSError."""
+    return [_write(name, data, target) for name, data in readable_by_transformers_4(files).items()]
 
 
 def _read_unchanged(root: Path, name: str, sha256: str | None) -> tuple[bytes, str]:
@@ -265,6 +272,8 @@ def read_aux_file(root: Path, name: str) -> bytes:
     data = read_start(path, _MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise CheckpointError(path, f"has more than {_MOST_BYTES} bytes", "is it a file of a tokenizer?")
+    if is_lfs_pointer(data):
+        raise CheckpointError(path, LFS_POINTER, FETCH_LFS)
     return data
 
 
@@ -272,29 +281,54 @@ def _write(name: str, data: bytes, target: Path) -> str:
     path = target / name
     if not exists(path.parent):
         backend_of(path).make_folder(path.parent)
-    if name == TOKENIZER_CONFIG:
-        data = readable_by_transformers_4(data)
     with backend_of(path).open(path, "wb") as file:
         write_all(file, data, path)
         backend_of(path).sync(file)
     return name
 
 
-def readable_by_transformers_4(tokenizer_config: bytes) -> bytes:
-    """Return a tokenizer_config.json with transformers 5's spellings replaced by those that 4 reads too.
+def readable_by_transformers_4(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return a folder's files with transformers 5's spellings replaced by those that 4 reads too.
 
-    Any other content is returned unchanged, to the byte.
+    files: name -> content; tokenizer_config.json and special_tokens_map.json may change. Any other content is
+    returned unchanged, to the byte.
     """
-    try:
-        config = json.loads(tokenizer_config)
-    except (ValueError, RecursionError):  # it is copied, not judged
-        return tokenizer_config
-    if not isinstance(config, dict):
-        return tokenizer_config
+    config = _json_object(files.get(TOKENIZER_CONFIG))
+    tokens_map = _json_object(files.get(_TOKENS_MAP))
+    before = json.dumps([config, tokens_map])
+
     kind = config.get("tokenizer_class")
-    if not isinstance(kind, str) or kind not in _CLASSES:
-        return tokenizer_config
-    config["tokenizer_class"] = _CLASSES[kind]
-    if isinstance(config.get(_NEW_TOKENS_KEY), list) and _OLD_TOKENS_KEY not in config:
-        config[_OLD_TOKENS_KEY] = config.pop(_NEW_TOKENS_KEY)
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    if isinstance(kind, str) and kind in _CLASSES:
+        config["tokenizer_class"] = _CLASSES[kind]
+
+    # the list of further special tokens, as 5 reads it from both files
+    if isinstance(config.get(_NEW_TOKENS_KEY), list) or isinstance(tokens_map.get(_NEW_TOKENS_KEY), list):
+        tokens = config.get(_NEW_TOKENS_KEY) or config.get(_OLD_TOKENS_KEY) or tokens_map.get(_OLD_TOKENS_KEY) or []
+        if isinstance(tokens, list):
+            tokens = list(tokens)
+            reads_map = "added_tokens_decoder" not in config
+            if reads_map and isinstance(tokens_map.get(_NEW_TOKENS_KEY), list):
+                tokens += [token for token in tokens_map[_NEW_TOKENS_KEY] if token not in tokens]
+            config[_OLD_TOKENS_KEY] = tokens
+            if _OLD_TOKENS_KEY in tokens_map:
+                tokens_map[_OLD_TOKENS_KEY] = tokens
+        for content in (config, tokens_map):
+            if isinstance(content.get(_NEW_TOKENS_KEY), list):
+                del content[_NEW_TOKENS_KEY]
+
+    if json.dumps([config, tokens_map]) == before:
+        return dict(files)
+    result = dict(files)
+    for name, content in ((TOKENIZER_CONFIG, config), (_TOKENS_MAP, tokens_map)):
+        if content != _json_object(files.get(name)):
+            result[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return result
+
+
+def _json_object(content: bytes | None) -> dict[str, Any]:
+    """Return the object in a file that is copied and not judged; {} for any other content."""
+    try:
+        value = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.find_megatron_folder import is_megatron_folder, refuse_unsupported_format
+from megatron.convert.formats.find_megatron_folder import (
+    is_megatron_folder,
+    refuse_unsupported_format,
+    unsupported_format_hint,
+)
 from megatron.convert.formats.read_hf_config_and_headers import CONFIG, has_hf_config, read_json
 from megatron.convert.hf_origin import Provenance
 from megatron.convert.megatron_reader import open_megatron, settings_of_megatron
@@ -59,6 +63,9 @@ def model_from_hf_config(path: Path) -> ConfigOnlyModel:
     folder = path if is_folder(path) else None
     source = path if folder is None else folder / CONFIG
     if not is_file(source):
+        hint = None if folder is None else unsupported_format_hint(folder)
+        if hint is not None:
+            raise ConfigError(f"{folder} {hint}")
         raise ConfigError(f"{source} is not a file; give the config.json of a model, or the folder that contains it")
     try:
         config = read_json(source)

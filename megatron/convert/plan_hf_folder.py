@@ -26,9 +26,10 @@ from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
 from megatron.convert.formats.read_hf_config_and_headers import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors_header import header_of
-from megatron.convert.hf_origin import GENERATION, Provenance, copy_aux_files
+from megatron.convert.hf_origin import GENERATION, Provenance, copy_aux_files, write_aux_files
 from megatron.convert.open_hf_folder import head_counts_of, param_mappings
 from megatron.convert.read_hf_vocabulary import read_bos_eos_ids
+from megatron.convert.tokenizer_files import files_of_tokenizer
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError, TensorRecord
@@ -37,6 +38,7 @@ from megatron.core.sharding.boxes import slices
 from megatron.core.storage.file_layer import backend_of, write_all, write_and_sync_content
 from megatron.core.transformer.model_config import ModelConfig
 
+TOKENIZER = "tokenizer.json"
 _PREFIX = "model/"  # of a parameter's name in a checkpoint
 
 
@@ -95,6 +97,8 @@ class FolderPlan:
     records: dict[str, TensorRecord]  # our tensors, by their names in a checkpoint
     dtype: str | None  # of all tensors; None: unchanged
     origin: Provenance | None
+    tokenizer: Mapping[str, Any] | None = None  # the settings of the run's
+    tokenizer_sha256: str | None = None
 
     def name_of(self, mapping: ParamMapping) -> str:
         """Return the name that a mapping's parameter has in a checkpoint."""
@@ -161,15 +165,31 @@ def plan_folder(
     config = config_of(kind, model, vocab_size, _dtype_of(files)) | special_ids | dict(carried_keys)
     config["architectures"] = [_architecture(FAMILIES[kind], model, records)]
     named_files = dict(zip(_file_names(len(files)), files))
-    return FolderPlan(kind, config, named_files, head_counts_of(model), records, dtype, origin)
+    return FolderPlan(
+        kind,
+        config,
+        named_files,
+        head_counts_of(model),
+        records,
+        dtype,
+        origin,
+        tokenizer=state["config"].get("tokenizer"),
+        tokenizer_sha256=state.get("tokenizer_sha256"),
+    )
 
 
 def write_config_and_aux_files(
     plan: FolderPlan, partial: Path, tokenizer_folder: Path | None, note: Callable[[str], object]
 ) -> None:
     """Write all but the weights into a folder that has them; arguments as `write_hf_folder`'s. One rank calls."""
-    copied = copy_aux_files(plan.origin, tokenizer_folder, partial, note)
     config = plan.config
+    has_files_of_origin = plan.origin is not None and plan.origin.files != {}
+    if tokenizer_folder is not None or has_files_of_origin:
+        copied = copy_aux_files(plan.origin, tokenizer_folder, partial, note)
+    else:
+        copied = write_aux_files(files_of_tokenizer(plan.tokenizer, plan.tokenizer_sha256, note), partial)
+        if TOKENIZER in copied:
+            tokenizer_folder = partial
     if tokenizer_folder is not None:
         config = config | _end_ids_of_tokenizer(tokenizer_folder, plan, note)
     if plan.origin is not None and GENERATION not in copied:

@@ -14,13 +14,18 @@ WORKS = {
     ),
     "train_micro_batch_size_per_gpu": WorkingKey(int, "samples of one forward on one rank", lowest=1),
     "gradient_accumulation_steps": WorkingKey(int, "micro batches of a step, on one rank", lowest=1),
-    "gradient_clipping": WorkingKey(float, "the largest global norm of the gradient; default 0: no clipping"),
+    "gradient_clipping": WorkingKey(
+        float, "the largest global norm of the gradient; default 0, and infinity: no clipping", may_be_infinite=True
+    ),
     "gradient_allreduce_op": WorkingKey(
         str, "mean (default) or sum of the ranks' gradients, in every stage", texts=("mean", "sum")
     ),
     "dataloader_drop_last": WorkingKey(bool, "the loader drops a last batch that is not full; default false"),
     "steps_per_print": WorkingKey(
-        int, "the first rank prints step, rate and norm this often; default: never", lowest=1
+        int,
+        "the first rank prints step, rate, norm and mean loss this often; default, and infinity: never",
+        lowest=1,
+        may_be_infinite=True,
     ),
     "optimizer.type": WorkingKey(str, "Adam, AdamW or SGD, in any case of letters"),
     "optimizer.params": WorkingKey(dict, "lr, weight_decay; betas, eps, adam_w_mode, torch_adam; momentum"),
@@ -29,13 +34,15 @@ WORKS = {
     "fp16.enabled": WorkingKey(bool, "switches the section on; default false"),
     "fp16.auto_cast": WorkingKey(bool, "casts the inputs of a forward to float16; default false"),
     "fp16.loss_scale": WorkingKey(float, "a fixed loss scale; default 0: dynamic"),
-    "fp16.initial_scale_power": WorkingKey(int, "the dynamic scale begins at 2 to this power; default 16"),
+    "fp16.initial_scale_power": WorkingKey(int, "the dynamic scale begins at 2 to this power; default 16", highest=127),
     "fp16.loss_scale_window": WorkingKey(
         int, "steps without overflow before the scale doubles; default 1000", lowest=1
     ),
     "fp16.hysteresis": WorkingKey(int, "overflows after which the scale is halved; default 2", lowest=1),
     "fp16.consecutive_hysteresis": WorkingKey(bool, "a step without overflow restores the hysteresis; default false"),
-    "fp16.min_loss_scale": WorkingKey(float, "the smallest scale, where an overflow is an error; default 1"),
+    "fp16.min_loss_scale": WorkingKey(
+        float, "the smallest scale, where an overflow is an error; default 1; rounded up to a power of two"
+    ),
     "bf16.enabled": WorkingKey(bool, "switches the section on; default false"),
     "zero_optimization.stage": WorkingKey(
         int,

@@ -1,7 +1,8 @@
 """Each key of another program's settings file works, has no effect (with the reason), or is refused (with a remedy).
 
 A refused key may have a value that asks for what happens anyway: false, null, {}, {"enabled": false}, or the value in
-the table. The keys of a section that is named itself are not looked at.
+the table. The keys of a section that is named itself are not looked at. A section with a key `enabled` that works is off
+unless that is true: its other values are then neither read nor checked.
 """
 
 import difflib
@@ -13,17 +14,22 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
 
+_MOST = 1 << 63  # of a number: above it, sizes overflow
 Reasons = Mapping[str, tuple[str, ...]]  # reason -> the keys that it applies to, with their sections: "a.b.key"
 
 
 class WorkingKey(NamedTuple):
-    """A key that works, the kind of its value, and its limits: from `lowest` to `highest`, or one of `texts`."""
+    """A key that works, the kind of its value, and its limits: from `lowest` to `highest`, or one of `texts`.
+
+    may_be_infinite: infinity is a value too, with the meaning that `text` gives it.
+    """
 
     kind: type
     text: str
     lowest: float = 0
     highest: float = math.inf
     texts: tuple[str, ...] = ()
+    may_be_infinite: bool = False
 
 
 class Answer(NamedTuple):
@@ -86,10 +92,12 @@ class ConfigKeyPolicy:
         """
         problems: list[str] = []
         notes: list[str] = []
-        for key, value in self._leaves(settings, ""):
+        for key, value, is_read in self._leaves(settings, ""):
             answer = self.answers.get(key)
             if answer is None:
                 problems.append(self._unknown(key))
+            elif not is_read:
+                continue
             elif answer.status == "no effect":
                 notes.append(f"{key}: {answer.text}")
             elif answer.status == "works":
@@ -100,12 +108,14 @@ class ConfigKeyPolicy:
             raise ConfigError([f"{self.name}: {problem}" for problem in problems])
         return notes
 
-    def _leaves(self, settings: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
-        """Yield the keys and values of all sections that are looked into."""
+    def _leaves(self, settings: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the keys and values of all sections that are looked into, and whether the value is read."""
+        switch = f"{section}.enabled"
+        is_off = switch in self.working and settings.get("enabled") in (None, False)
         for name, value in settings.items():
             key = f"{section}.{name}" if section else str(name)
             if key not in self.sections:
-                yield key, value
+                yield key, value, key == switch or not is_off
             elif isinstance(value, Mapping):
                 yield from self._leaves(value, key)
             elif value not in (None, False):
@@ -129,9 +139,10 @@ class ConfigKeyPolicy:
             return
         known = self.working[key]
         if known.kind in (int, float):
-            is_valid = isinstance(value, int | float) and not isinstance(value, bool)
-            is_valid = is_valid and known.lowest <= value <= known.highest
-            is_valid = is_valid and (known.kind is float or value == int(value))
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_infinite = known.may_be_infinite and value == math.inf
+            is_valid = is_number and abs(value) < _MOST and known.lowest <= value <= known.highest
+            is_valid = is_infinite or (is_valid and (known.kind is float or value == int(value)))
             kind = "a whole number" if known.kind is int else "a number"
             limit = "up" if known.highest == math.inf else f"to {known.highest}"
             expected = f"{kind} from {known.lowest} {limit}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.base.dataclass_flags import ConfigError
@@ -47,14 +47,33 @@ class DeepSpeedEngine(Engine):
         self.world_size = self.mesh["world"].size
         self.local_rank = get_local_rank()
         self.training_dataloader: DataLoader | None = None
+        # of this rank's micro batches since the last update, for the line of steps_per_print
+        self._loss_sum = torch.zeros((), device=self.device)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        result = super().backward(loss, retain_graph, scale_wrt_gas)
+        if self.settings.steps_per_print:
+            own = loss.detach().reshape(())
+            self._loss_sum += own if scale_wrt_gas else own * self.settings.accumulation
+        return result
 
     def _update(self, **lr_kwargs: Any) -> None:
         rates = self.optimizer.rates()  # of this update: the schedule sets the next ones
         super()._update(**lr_kwargs)
         interval = self.settings.steps_per_print
-        if interval and self.global_steps % interval == 0 and self.global_rank == 0:
+        if interval and self.global_steps % interval == 0:
+            self._print_step(rates)
+        self._loss_sum.zero_()
+
+    def _print_step(self, rates: list[float]) -> None:
+        """Print the step's line on the first rank. Every rank must call."""
+        samples = self.mesh.samples
+        loss_sum = collectives.all_reduce(self._loss_sum.reshape(1), samples).item()
+        loss = loss_sum / (self.settings.accumulation * samples.size)
+        if self.global_rank == 0:
             print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={rates}, norm={self.optimizer.norm:.6g}",
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={rates}, norm={self.optimizer.norm:.6g}, "
+                f"loss={loss:.6g}",
                 flush=True,
             )
 
@@ -236,7 +255,7 @@ def initialize(
     device = Device.select(local_rank=get_local_rank())
     if samples.rank == 0:
         for note in settings.notes:
-            print(f"ds_config: without effect: {note}", flush=True)
+            print(f"ds_config: {note}", flush=True)
 
     # optimizer: an object, a function that makes one, or the config's
     if model_parameters is None:

@@ -28,11 +28,16 @@ def make_groups(section: Mapping[str, Any], parameters: Iterable[Any]) -> tuple[
             "these kinds to initialize()"
         )
     name = "sgd" if kind.lower() == "sgd" else "adam"
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "ds_config: max_grad_norm is no parameter of an optimizer; give gradient_clipping, beside the section optimizer"
+        )
     defaults = dict(TORCHS[name])
     if kind.lower() == "adam" and params.get("adam_w_mode", True) is False:
         name = "adam-l2"
-    elif kind.lower() == "adamw" and params.get("torch_adam"):
-        defaults |= {"weight_decay": 1e-2}  # the default of torch's AdamW; DeepSpeed's is 0
+    elif name == "adam" and params.get("torch_adam"):
+        # both types are torch's AdamW then, whose default this is; that of DeepSpeed's own Adam is 0
+        defaults |= {"weight_decay": 1e-2}
     check_arguments(kind, params, defaults)
     parameters = list(parameters)
     if parameters and isinstance(parameters[0], Mapping):

@@ -1,6 +1,7 @@
 """Read a ds_config as settings of this project."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ KEYS = ConfigKeyPolicy(WORKS, NO_EFFECT, REFUSED, HARMLESS, name="ds_config", pa
 
 @dataclass(frozen=True)
 class Settings(EngineConfig):
-    """The settings of a ds_config. notes: its keys without effect, and why."""
+    """The settings of a ds_config. notes: its keys without effect, and why, and values that are rounded."""
 
     optimizer: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
@@ -63,7 +64,7 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
     """
     if config.get("zero_optimization") is True:  # the short form
         config = {**config, "zero_optimization": {"stage": 1}}
-    notes = KEYS.check(config)
+    notes = [f"without effect: {note}" for note in KEYS.check(config)]
     zero = config.get("zero_optimization") or {}
     fp16 = config.get("fp16") or {}
     bf16 = config.get("bf16") or {}
@@ -77,6 +78,14 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
         precision = "float16"
     elif bf16.get("enabled"):
         precision = "bfloat16"
+
+    loss_scale, rounded = _loss_scale(fp16)
+    steps_per_print = config.get("steps_per_print")
+    if steps_per_print is not None:
+        steps_per_print = None if steps_per_print == math.inf else int(steps_per_print)
+    clipping = float(config.get("gradient_clipping") or 0)
+    if clipping == math.inf:
+        clipping = 0.0
 
     # ZeRO
     stage = int(zero.get("stage") or 0)
@@ -93,7 +102,7 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
         micro_batch=micro_batch,
         accumulation=accumulation,
         precision=precision,
-        clipping=float(config.get("gradient_clipping") or 0),
+        clipping=clipping,
         takes_mean=config.get("gradient_allreduce_op") != "sum",
         data_parallel=DataParallelConfig(
             zero_stage=stage,
@@ -101,23 +110,56 @@ def read_settings(config: Mapping[str, Any], ranks: int) -> Settings:
             overlap_param_gather=overlap_comm and stage == 3,
             ddp_bucket_size=None if bucket_size is None else int(bucket_size),
         ),
-        loss_scale=LossScaleConfig(
-            loss_scale=float(fp16.get("loss_scale") or 0),
-            initial_loss_scale=2.0 ** int(fp16.get("initial_scale_power", 16)),
-            min_loss_scale=float(fp16.get("min_loss_scale", 1)),
-            loss_scale_window=int(fp16.get("loss_scale_window", 1000)),
-            hysteresis=int(fp16.get("hysteresis", 2)),
-        ),
-        restores_hysteresis=bool(fp16.get("consecutive_hysteresis")),
+        loss_scale=loss_scale,
+        restores_hysteresis=bool(fp16.get("enabled") and fp16.get("consecutive_hysteresis")),
         casts_inputs=bool(fp16.get("enabled") and fp16.get("auto_cast")),
         offload_optimizer=offload_optimizer,
         offload_param=offload_param,
         optimizer=config.get("optimizer") or None,
         scheduler=config.get("scheduler") or None,
         drop_last=bool(config.get("dataloader_drop_last")),
-        steps_per_print=config.get("steps_per_print"),
-        notes=tuple(notes),
+        steps_per_print=steps_per_print,
+        notes=(*notes, *rounded),
     )
+
+
+_LEAST_SCALE = 2.0**-126  # the smallest power of two that float32 holds with full precision
+
+
+def _loss_scale(fp16: Mapping[str, Any]) -> tuple[LossScaleConfig, list[str]]:
+    """Return (the loss scale of a section, lines about values that are rounded); the defaults if it is off.
+
+    A scale is a power of two, so that scaling rounds no gradient. A floor that is none is rounded up.
+    """
+    if not fp16.get("enabled"):
+        return LossScaleConfig(), []
+
+    def value_of(key: str, default: float) -> float:
+        value = fp16.get(key)
+        return default if value is None else float(value)
+
+    power = int(value_of("initial_scale_power", 16))
+    least = value_of("min_loss_scale", 1)
+    floor = _LEAST_SCALE
+    if least > floor:
+        floor = 2.0 ** math.ceil(math.log2(least))
+    rounded = []
+    if floor != least:
+        rounded.append(f"fp16.min_loss_scale {least:g} is rounded up to {floor:g}, a power of two")
+    is_static = bool(value_of("loss_scale", 0))
+    if floor > 2.0**power and not is_static:
+        raise ConfigError(
+            f"ds_config: fp16.min_loss_scale is {least:g}; it must be at most the scale at the start, 2 to "
+            f"fp16.initial_scale_power ({power})"
+        )
+    scales = LossScaleConfig(
+        loss_scale=value_of("loss_scale", 0),
+        initial_loss_scale=max(floor, 2.0**power),
+        min_loss_scale=floor,
+        loss_scale_window=int(value_of("loss_scale_window", 1000)),
+        hysteresis=int(value_of("hysteresis", 2)),
+    )
+    return scales, rounded
 
 
 def _batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int]:

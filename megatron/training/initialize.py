@@ -53,7 +53,7 @@ from megatron.training.arguments.command_line import (
     parse_args as parse_command_line,
 )
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.hf_config import hf_config_problems
+from megatron.training.arguments.hf_config import hf_config_problems, other_model_problem
 from megatron.training.arguments.monitor_config import watch_notes
 from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
 from megatron.training.checkpointing.save_and_load import load_saved_matmul_modes
@@ -358,8 +358,10 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
             )
 
     # the Hugging Face configuration, and the model's own rules
-    problems = problems + hf_config_problems(config, rules) + rules.expert_problems(config)
-    problems += rules.problems(config, tokenizer)
+    other_model = other_model_problem(config, rules)
+    if other_model is not None:
+        return [other_model], tokenizer
+    problems = problems + hf_config_problems(config) + rules.problems(config, tokenizer)
     return problems, tokenizer
 
 

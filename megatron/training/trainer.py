@@ -104,9 +104,10 @@ class Trainer:
         self.exits = ExitConditions(self.config.training, world, self.device, began)
 
         # refuse an unusable --load or --save now, since building the model may take minutes
-        save_and_load.agree_where_to_start(
+        start = save_and_load.agree_where_to_start(
             self.config.checkpoint, world, self.device
         )  # first: a refused run creates no folder
+        save_and_load.refuse_other_settings(runtime, start)
         prepare_folder(self.config.checkpoint, world, self.device, runtime.resources)
         prepare_hf_folder(self.config.hf.save_hf, world, self.device, runtime.resources)
 
@@ -222,7 +223,13 @@ class Trainer:
 
         # without --log-interval, lines between the log lines show the progress in tokens
         tokens = self.config.data.tokens_per_sample if config.log_interval is None else None
-        log = TrainingLog(self.train_iters, config.steps_between_lines, flops, progress_in_tokens=tokens)
+        log = TrainingLog(
+            self.train_iters,
+            config.steps_between_lines,
+            flops,
+            progress_in_tokens=tokens,
+            samples_of_run=self.batch_sizes.consumed_after(self.state.consumed_train_samples, self._steps_left),
+        )
         if saved_state is not None:
             log.load_state(saved_state)
         return log

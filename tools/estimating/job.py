@@ -14,7 +14,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.training.arguments.command_line import ArgumentsError, parse_args
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.hf_config import hf_config_problems
+from megatron.training.arguments.hf_config import hf_config_problems, other_model_problem
 from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
 from megatron.training.global_vars import Runtime
 from megatron.training.initialize import as_config_error, collected
@@ -71,9 +71,12 @@ def read(words: Sequence[str]) -> JobAndArgs:
     if not 0 <= (args.rank or 0) < args.world_size:
         ranks = f"ranks 0 to {args.world_size - 1}" if args.world_size > 1 else "rank 0 alone"
         raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {args.world_size} has {ranks}; change one")
+    other_model = other_model_problem(config, script.rules)
+    if other_model is not None:
+        raise _refusal([other_model])
     problems = [
         *_problems_of(config, args.world_size),
-        *hf_config_problems(config, script.rules),
+        *hf_config_problems(config),
         *script.rules.problems(config, None),
     ]
     if problems:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import glob
 import gzip
+import itertools
 import json
 import os
 import sys
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron.core.base.lazy_imports import optional_package
+from tools.waiting import STDIN, is_stream, waiting_for_text
 
-STDIN = "-"
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 
 LONGEST_LINE_MB = 64  # default of --max-line-mb
@@ -75,7 +76,7 @@ def input_files(patterns: list[str], endings: tuple[str, ...] = ENDINGS) -> list
         if not matches:
             raise ValueError(f"--input {pattern}: no such file, or no file in it ends in {' or '.join(endings)}")
         files += matches
-    streams = list(filter(_is_stream, files))
+    streams = list(filter(is_stream, files))
     repeated = [path for path in streams if streams.count(path) > 1]
     if repeated:
         name = f"standard input ({STDIN})" if repeated[0] == STDIN else f"the pipe {repeated[0]}"
@@ -84,17 +85,12 @@ def input_files(patterns: list[str], endings: tuple[str, ...] = ENDINGS) -> list
 
 
 def _is_file(path: str) -> bool:
-    return os.path.isfile(path) or _is_stream(path)
-
-
-def _is_stream(path: str) -> bool:
-    """Whether `path` is standard input or a pipe (as in <(command)): readable once, of unknown length."""
-    return path == STDIN or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+    return os.path.isfile(path) or is_stream(path)
 
 
 def total_size(files: list[str]) -> int | None:
     """Return the bytes of the files; None if one is standard input or a pipe."""
-    if any(map(_is_stream, files)):
+    if any(map(is_stream, files)):
         return None
     return sum(map(os.path.getsize, files))
 
@@ -119,7 +115,7 @@ def read_pieces(files: list[str], keys: list[str], longest_line: int = LONGEST_L
                     yield Piece(number, chunks, position)
                     number += 1
                     chunks = []
-        if not _is_stream(path):
+        if not is_stream(path):
             earlier_bytes += os.path.getsize(path)
     if chunks:
         yield Piece(number, chunks, earlier_bytes)
@@ -158,15 +154,19 @@ def _chunks(path: str, blocks: Iterator[bytes], longest_line: int) -> Iterator[C
 def _open_source(path: str, keys: list[str]) -> Iterator[Source]:
     """Open a file of any kind, by its ending."""
     if path == STDIN:
-        yield Source(_read_blocks(sys.stdin.buffer), lambda: None)
+        with waiting_for_text(path):
+            first = sys.stdin.buffer.read1(_CHUNK_BYTES)
+        yield Source(itertools.chain([first], _read_blocks(sys.stdin.buffer)), lambda: None)
         return
-    with open(path, "rb") as file:
+    with waiting_for_text(path):
+        file = open(path, "rb")  # noqa: SIM115  closed below
+    with file:
         if path.endswith(".parquet"):
             yield _parquet(path, file, keys)
         else:
             decompress = {".gz": _gzip_blocks, ".zst": _zstd_blocks}.get(Path(path).suffix)
             blocks = _read_blocks(file) if decompress is None else decompress(path, file)
-            position = (lambda: None) if _is_stream(path) else file.tell
+            position = (lambda: None) if is_stream(path) else file.tell
             yield Source(blocks, position)
 
 

@@ -40,7 +40,7 @@ def packer(tokenizer: Tokenizer, *, are_sentences: bool = False) -> Callable[[li
         memory = WordMemory(tokenizer.library, tokenizer.word_pattern, tokenizer.added_tokens)
 
         def encode_words(texts: list[str]) -> list[bytes]:
-            with tokenizer.panics_as_errors():
+            with tokenizer.library_errors():
                 return list(map(memory.encode, texts))
 
         return encode_words

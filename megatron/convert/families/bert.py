@@ -41,7 +41,7 @@ BERT = Family(
         fixed_not_written("position_embedding_type", "absolute"),
         *NOT_ENCODER_DECODER,
         fixed_not_written("directionality", "bidi"),
-        ignored_keys("gradient_checkpointing", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+        ignored_keys("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
         ignored_keys("pooler_size_per_head", "pooler_type"),
         UNUSED_KEYS,
     ),

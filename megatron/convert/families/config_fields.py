@@ -150,6 +150,21 @@ def fixed_not_written(key: str, value: Any) -> Field:
     return fixed(key, value)._replace(write=lambda model: {})
 
 
+def repeated(synonym: str, key: str, default: Any = None) -> Field:
+    """A second name of a key in a class's `attribute_map`: transformers takes its value, so it must be the key's.
+
+    default: the class's own, where `key` is absent.
+    """
+
+    def read(reader: ConfigReader) -> ModelSettings:
+        value = reader.get(key, default)
+        if reader.get(synonym, value) != value:
+            raise reader.error(synonym, f"it is another name of {key}, which is {value!r:.80}; which of them counts?")
+        return {}
+
+    return Field((synonym,), read, lambda model: {})
+
+
 def dropout_rate(key: str, setting: str, default: float = 0.0) -> Field:
     """A dropout rate of training. The weights do not depend on it, and whoever trains them further does."""
     return number(key, setting, default)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.convert.families.config_fields import ConfigReader, ModelSettings, dtype_in
 from megatron.convert.families.hf_family_table import Family
+from megatron.convert.families.keys_without_effect import reason_without_effect
 from megatron.convert.families.registry import FAMILIES
 from megatron.core.base.dataclass_flags import ConfigError, option_fields
 from megatron.core.transformer.model_config import LossConfig, ModelConfig, PrecisionConfig, RecomputeConfig
@@ -87,7 +88,10 @@ def settings_of(config: Mapping[str, Any], source: str) -> tuple[ModelSettings, 
         settings |= field.read(reader)
     if "window_size" not in settings:  # no layer uses the base of layers with a window
         settings.pop("rotary_base_of_windows", None)
-    unknown = sorted(config.keys() - reader.keys_read)
+    unknown = []
+    for key in sorted(config.keys() - reader.keys_read):
+        if reason_without_effect(key, config[key]) is None:
+            unknown.append(key)
     if unknown:
         which = ", ".join(f"{name} ({config[name]!r:.40})" for name in unknown)
         raise ConfigError(

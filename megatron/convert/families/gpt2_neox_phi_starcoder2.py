@@ -12,6 +12,7 @@ from megatron.convert.families.config_fields import (
     heads,
     ignored_keys,
     number,
+    repeated,
 )
 from megatron.convert.families.hf_family_table import (
     LANGUAGE_MODEL,
@@ -65,7 +66,12 @@ GPT2 = Family(
         dropout_rate("resid_pdrop", "hidden_dropout", 0.1),
         dropout_rate("attn_pdrop", "attention_dropout", 0.1),
         *NOT_ENCODER_DECODER,
+        repeated("hidden_size", "n_embd", 768),
+        repeated("num_hidden_layers", "n_layer", 12),
+        repeated("num_attention_heads", "n_head", 12),
+        repeated("max_position_embeddings", "n_positions", 1024),
         ignored_keys("n_ctx", "reorder_and_upcast_attn"),
+        ignored_keys("n_special", "predict_special_tokens"),  # of the first files: tokens that a user had added
         ignored_keys(*(f"summary_{x}" for x in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))),
         UNUSED_KEYS,
     ),
@@ -189,10 +195,12 @@ STARCODER2 = Family(
         rope(),
         windows(None, lists=False),
         boolean("use_bias", "add_bias_linear", True),
-        # three keys of published files
+        # keys of published files, which transformers does not read
         fixed_not_written("mlp_type", "default"),
         fixed_not_written("norm_type", "layer_norm"),
-        ignored_keys("rms_norm_eps"),
+        fixed_not_written("scale_attn_weights", True),
+        ignored_keys("rms_norm_eps", "layer_norm_epsilon"),
+        ignored_keys("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         dropout_rate("residual_dropout", "hidden_dropout"),
         dropout_rate("attention_dropout", "attention_dropout"),
     ),

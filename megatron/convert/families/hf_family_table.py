@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.convert.families.config_fields import ConfigReader, Field, ModelSettings, fixed_not_written, ignored_keys
+from megatron.convert.families.keys_without_effect import KEYS_WITHOUT_EFFECT
 
 
 class ParamMapping(NamedTuple):
@@ -129,15 +130,7 @@ def weight_and_bias(module: str, operation: str, *hf_modules: str) -> Iterator[P
 
 
 # What a config.json says of how a model was trained, stored or is used, but not of what it computes.
-UNUSED_KEYS = ignored_keys(
-    *("model_type", "architectures", "transformers_version", "_name_or_path", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "output_router_logits"),
-    *("auto_map", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict", "name_or_path"),
-    *("chunk_size_feed_forward", "problem_type", "id2label", "label2id", "finetuning_task", "task_specific_params"),
-    *("transformers.js_config", "tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id"),
-    *("tie_encoder_decoder", "torchscript"),
-    *("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "classifier_dropout"),
-)
+UNUSED_KEYS = ignored_keys(*KEYS_WITHOUT_EFFECT)
 # One stack of layers, without cross attention: what models of all families but T5 are.
 NOT_ENCODER_DECODER = (
     fixed_not_written("is_encoder_decoder", False),
@@ -145,6 +138,7 @@ NOT_ENCODER_DECODER = (
     fixed_not_written("is_decoder", False),
     fixed_not_written("use_bfloat16", False),
     fixed_not_written("pruned_heads", {}),
+    fixed_not_written("per_layer_config", {}),
 )
 
 _ACTIVATIONS = {

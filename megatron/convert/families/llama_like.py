@@ -130,7 +130,7 @@ _KEYS_OF_COMMAND_R7B = (
     fixed_not_written("position_embedding_type", "rope_gptj"),
     fixed_not_written("layer_switch", 4),
     fixed("rotary_pct", 1.0, 1)._replace(write=lambda model: {}),
-    ignored_keys("use_parallel_embedding", "cache_implementation"),
+    ignored_keys("use_parallel_embedding"),
 )
 
 LLAMA = Family(
@@ -265,7 +265,6 @@ GEMMA2 = Family(
         _softcap("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
         _softcap("final_logit_softcapping", "final_logit_softcapping", 30.0),
         windows(4096, lambda reader, layer: layer % 2 == 0),
-        ignored_keys("cache_implementation"),
         **_GEMMA_SIZES,
         groups=4,
     ),
@@ -284,7 +283,7 @@ GEMMA3 = Family(
         windows(
             4096, all_but_each("sliding_window_pattern", 6), keys=("sliding_window_pattern", "_sliding_window_pattern")
         ),
-        ignored_keys("attn_logit_softcapping", "cache_implementation"),  # in the config, and not used by its attention
+        ignored_keys("attn_logit_softcapping"),  # in the config, and not used by its attention
         **_GEMMA_SIZES | {"length": 131072, "groups": 4},
     ),
     _GEMMA_MAPPINGS,

@@ -12,6 +12,7 @@ from megatron.convert.families.config_fields import (
     fixed_not_written,
     ignored_keys,
     number,
+    repeated,
 )
 from megatron.convert.families.hf_family_table import (
     LANGUAGE_MODEL,
@@ -159,7 +160,14 @@ T5 = Family(
         fixed("is_encoder_decoder", True),
         _start_id(),
         *(fixed_not_written(name, False) for name in ("add_cross_attention", "is_decoder", "use_bfloat16")),
-        ignored_keys("initializer_factor", "n_positions", "output_past"),
+        fixed_not_written("pruned_heads", {}),
+        fixed_not_written("per_layer_config", {}),
+        fixed_not_written("tie_encoder_decoder", False),
+        repeated("hidden_size", "d_model", 512),
+        repeated("head_dim", "d_kv", 64),
+        repeated("num_hidden_layers", "num_layers", 6),
+        repeated("num_attention_heads", "num_heads", 8),
+        ignored_keys("initializer_factor", "n_positions"),
         UNUSED_KEYS,
     ),
     (

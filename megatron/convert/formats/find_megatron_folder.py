@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron.convert.formats.read_hf_config_and_headers import path_inside
+from megatron.convert.formats.read_hf_config_and_headers import adapter_hint, path_inside
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.manifest_format import LATEST, MANIFEST, CheckpointError, folder_name
@@ -130,11 +130,37 @@ _TO_HF = "then give --load OUT, with the model's config.json and tokenizer besid
 _DEEPSPEED = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(optim|model)_states\.pt|layer_\d+-model_.*\.pt")
 
 
+_HUB_MODEL = "models--"  # begins the name of a model's folder in the hub's cache
+
+
+def _hub_cache_hint(root: Path) -> str | None:
+    """Return which folders of the hub's cache hold models, if `root` is the cache or the folder of one model in it."""
+    names = backend_of(root).names(root)
+    models = [root / name for name in names if name.startswith(_HUB_MODEL)]
+    if "snapshots" in names and ("blobs" in names or "refs" in names or root.name.startswith(_HUB_MODEL)):
+        models = [root]
+    snapshots = []
+    for model in models:
+        if is_folder(model / "snapshots"):
+            snapshots += [str(model / "snapshots" / name) for name in backend_of(model).names(model / "snapshots")]
+    if not models:
+        return None
+    kind = "the folder of a model in the hub's cache" if models == [root] else "a cache of the hub"
+    if not snapshots:
+        return f"is {kind}, without a snapshot; download the model again"
+    more = f" (or another of its {len(snapshots)})" if len(snapshots) > 1 else ""
+    return f"is {kind}; give a snapshot in it{more}: {snapshots[0]}"
+
+
 def unsupported_format_hint(root: Path) -> str | None:
     """Return what is in a folder that no reader here supports, and the command that converts it.
 
     None for other folders. The text is the end of a sentence that begins with the folder's name.
     """
+    problem = _hub_cache_hint(root) or adapter_hint(root)
+    if problem is not None:
+        return problem
+
     # DeepSpeed's `latest` names the folder that has the files.
     folder = root
     tag_file = next((name for name in ("latest", "latest_universal") if is_file(root / name)), None)

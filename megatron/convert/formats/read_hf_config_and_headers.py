@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile, read_header, without_repeats
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer
 from megatron.core.dist_checkpointing.manifest_format import LATEST, CheckpointError
 from megatron.core.storage.file_layer import backend_of, exists, is_file, read_all, read_start
 
@@ -20,6 +21,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTER = "adapter_config.json"  # of PEFT
 _MOST_JSON = 64 << 20  # bytes
 _CHUNK = 16 << 20  # bytes of a tensor that are compared at a time
 _FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors"
@@ -87,6 +89,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def json_of(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON object as `read_json` does. path: the file, for the CheckpointError."""
+    if is_lfs_pointer(text):
+        raise CheckpointError(path, LFS_POINTER, FETCH_LFS)
     try:
         value = json.loads(text.decode(), object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
         if not isinstance(value, dict):
@@ -105,6 +109,9 @@ def _read_index(root: Path) -> dict[str, str]:
     if is_file(root / WEIGHTS):
         return {}
     if not is_file(root / INDEX):
+        adapter = adapter_hint(root)
+        if adapter is not None:
+            raise ConfigError(f"{root} {adapter}")
         for name in _PICKLED:
             if exists(root / name):
                 raise CheckpointError(root, f"holds {name}, which is a pickle", "save it with safe_serialization=True")
@@ -118,6 +125,23 @@ def _read_index(root: Path) -> dict[str, str]:
             wrong = f"says that {name!r:.80} is in {file!r:.80}, which is not the name of a file in this folder"
             raise CheckpointError(root / INDEX, wrong, "do not use this folder")
     return index
+
+
+def adapter_hint(root: Path) -> str | None:
+    """Return what to do with a folder of PEFT, which holds an adapter and no model; None for any other folder."""
+    names = backend_of(root).names(root)
+    has_weights = any(name.endswith(".safetensors") and not name.startswith("adapter_") for name in names)
+    if _ADAPTER not in names or has_weights:
+        return None
+    try:
+        base = json.loads(read_start(root / _ADAPTER, 1 << 20)).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError, OSError):
+        base = None
+    of_base = f" of {base!r:.100}" if isinstance(base, str) else ""
+    return (
+        f"holds an adapter of PEFT{of_base}, and not the model; merge it in the environment that made it "
+        "(merge_and_unload, then save_pretrained of model and tokenizer), and give that folder"
+    )
 
 
 def path_inside(root: Path, file: str) -> Path:

@@ -24,6 +24,7 @@ from megatron.convert.formats.pickle_as_data import (
     read_pickle,
 )
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
+from megatron.core.base.lfs_pointer import LFS_POINTER, is_lfs_pointer
 from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError
 from megatron.core.storage.file_layer import backend_of, read_all
 
@@ -331,7 +332,7 @@ def _read_before_1_6(window: _Window, name: str) -> TorchFile:
     """
     data = window.read(0, min(window.size, MOST_BYTES))
     if not data.startswith(b"\x80\x02\x8a"):  # how the pickle of the magic number begins
-        raise PickleError("is not a file of torch.save")
+        raise PickleError(LFS_POINTER if is_lfs_pointer(data) else "is not a file of torch.save")
     pickles: list[Any] = []
     position = 0
     for number in range(5):

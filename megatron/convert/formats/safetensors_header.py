@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer
 from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError
 from megatron.core.storage.file_layer import backend_of, read_start
 
@@ -48,6 +49,8 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
         stat = backend_of(path).stat(path)
         if stat is None or not stat.is_file:
             raise CheckpointError(path, "is not a file", FETCH_AGAIN)
+        if is_lfs_pointer(read_start(path, 100)):
+            raise CheckpointError(path, LFS_POINTER, FETCH_LFS)
         (length,) = struct.unpack("<Q", read_start(path, 8).ljust(8, b"\0"))
         if not 2 <= length <= min(_MOST_HEADER, stat.size - 8):
             wrong = f"says that its header has {length} bytes, and has {stat.size} bytes itself"

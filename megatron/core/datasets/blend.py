@@ -340,21 +340,41 @@ def _number_within_dataset(dataset_index: np.ndarray, num_datasets: int) -> np.n
     return numbers
 
 
+def sufficient_surplus(taken: list[int], requested: list[int]) -> float:
+    """Return the smallest surplus, in thousandths, with which `samples_of_each` asks for all samples that are taken.
+
+    taken: samples that the order takes of each data set. requested: what is asked of each without a surplus.
+    """
+    thousandths = 0
+    for count, base in zip(taken, requested):
+        while math.ceil(base * (1 + thousandths / 1000)) < count:
+            nearly_enough = math.floor(1000 * ((count - 1) / base - 1))
+            thousandths = max(thousandths + 1, nearly_enough)
+    return thousandths / 1000
+
+
 class BlendedDataset:
     """Samples of several data sets in the order of `indices`.
 
-    Raises ValueError if a data set has fewer samples than the order takes.
+    names: of the data sets, for errors. requested: of each data set, the samples that are asked for without
+    --mid-level-dataset-surplus; None if they are not known. Raises ValueError if a data set has fewer samples than
+    the order takes.
     """
 
-    def __init__(self, datasets: list, indices: BlendIndices, names: list[str]):
+    def __init__(self, datasets: list, indices: BlendIndices, names: list[str], requested: list[int] | None = None):
         self.datasets = datasets
         self.indices = indices
-        num_taken = np.bincount(indices.dataset_index, minlength=len(datasets))
-        for name, dataset, count in zip(names, datasets, num_taken.tolist()):
+        num_taken = np.bincount(indices.dataset_index, minlength=len(datasets)).tolist()
+        for name, dataset, count in zip(names, datasets, num_taken):
             if count > len(dataset):
+                surplus = "raise --mid-level-dataset-surplus"
+                if requested is not None:
+                    surplus = (
+                        f"--mid-level-dataset-surplus {sufficient_surplus(num_taken, requested):g} is enough for all"
+                    )
                 raise ValueError(
-                    f"the blend needs {count} samples of {name}, which has {len(dataset)}; raise "
-                    "--mid-level-dataset-surplus, or give the data set a smaller weight"
+                    f"the blend needs {count} samples of {name}, which has {len(dataset)}: {surplus}; or give the data set "
+                    "a smaller weight"
                 )
 
     def __len__(self) -> int:

@@ -11,7 +11,8 @@ into the caches of `index_cache`, so that a later run with the same data and set
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -119,6 +120,17 @@ class SampleKind:
         return None
 
 
+@contextmanager
+def naming_split(prefix: str, split: str) -> Iterator[None]:
+    """Make a ValueError of the block name the file and the split, unless it does so."""
+    try:
+        yield
+    except ValueError as error:
+        if prefix in str(error):
+            raise
+        raise ValueError(f"{prefix}, {split} split: {error}") from error
+
+
 @dataclass(frozen=True)
 class FileSplit:
     """The part of one token file that one split reads. known_samples: None if only the built arrays tell."""
@@ -148,7 +160,8 @@ class FileSplit:
         megatron_cache = self.kind.megatron_cache(self)
         arrays = _load_megatron_cache(megatron_cache, description, build_context, described)
         if arrays is None:
-            arrays = self.kind.build(self, build_context.say)
+            with naming_split(self.indexed.prefix, self.split):
+                arrays = self.kind.build(self, build_context.say)
         self.cache.write(arrays)
 
 
@@ -257,7 +270,11 @@ class SplitPlan:
         if self.blend is None:
             return datasets[0]
         indices = BlendIndices(*self.order_cache().load())
-        return BlendedDataset(datasets, indices, [file_split.indexed.prefix for file_split in self.file_splits])
+        names = [f"{file_split.indexed.prefix} ({self.split} split)" for file_split in self.file_splits]
+        requested = None
+        if self.blend.weights is not None:
+            _, requested = self._order()
+        return BlendedDataset(datasets, indices, names, requested)
 
 
 @dataclass(frozen=True)
@@ -360,10 +377,12 @@ def plan_splits(
             share = f"--split {config.split_shares}"
         if ids[0] == ids[1]:
             return f"{prefix}: {share} leaves no document of {total} to the {split} split"
-        request = kind.request(ids, count)
+        with naming_split(prefix, split):
+            request = kind.request(ids, count)
+            samples = kind.count_samples(indexed, request)
         folder = Path(config.data_cache_path or f"{prefix}/cache/{kind.name}_indices")
         index_cache = IndexCache(folder, kind.name, split, {**asdict(request), **fingerprint}, kind.arrays)
-        return FileSplit(kind, indexed, split, request, index_cache, kind.count_samples(indexed, request))
+        return FileSplit(kind, indexed, split, request, index_cache, samples)
 
     def plan_validation_set(prefix: str, count: int | None) -> SplitPlan:
         """Plan one of several validation sets, of one file."""

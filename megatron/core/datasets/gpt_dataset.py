@@ -9,6 +9,7 @@ import torch
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets import gpt_samples
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, _check_pad
+from megatron.core.datasets.build_datasets import naming_split
 from megatron.core.datasets.index_map import build_indices
 from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, WithAttentionMask
 
@@ -60,8 +61,10 @@ class GPTDataset(MegatronDataset):
         if past - first != len(self.indices):
             raise NotImplementedError("GPTDataset: indices with gaps are not supported; give a contiguous range")
         kind = gpt_samples.GPTSamples(data, self.config.random_seed, rules)
-        request = kind.request((first, past), self.num_samples)
-        indices = build_indices(self.dataset.sequence_lengths, request)
+        split = getattr(self.index_split, "name", "given")
+        with naming_split(self.dataset_path or "the data set", split):
+            request = kind.request((first, past), self.num_samples)
+            indices = build_indices(self.dataset.sequence_lengths, request)
         samples = gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules)
         self.samples = WithAttentionMask(samples, self.config)
 

@@ -9,11 +9,13 @@ files are shared, and a thousand readers would ask the file system a thousand ti
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,9 @@ def hash_spread(path: str, digest: Any, num_blocks: int, block_bytes: int) -> in
             file.seek((size - block_bytes) * i // (num_blocks - 1))
             digest.update(file.read(block_bytes))
     return size
+
+
+_DESCRIPTION = "-description.txt"  # ends the name of a description
 
 
 class IndexCache:
@@ -120,6 +125,54 @@ class IndexCache:
         """Describe the files as they are now."""
         hashes = {name: _hash_of_blocks(self.path(f"{name}.npy")) for name in self.array_names}
         return {**self.fields, "sha256": hashes}
+
+
+@dataclass(frozen=True)
+class CachedArrays:
+    """One set of arrays in a cache folder, as its description says. files: its description first, then its arrays."""
+
+    folder: Path
+    stem: str  # of its files' names
+    fields: dict[str, Any]  # all that the arrays depend on
+    files: list[Path]
+
+    @property
+    def key(self) -> str:
+        """The hash that its names begin with."""
+        return self.stem.split("-")[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+    @property
+    def written(self) -> float:
+        """The time at which it was complete, in seconds since 1970."""
+        return self.files[0].stat().st_mtime
+
+    def remove(self) -> None:
+        """Remove the files, the description first: nothing takes the rest for complete. Raises OSError."""
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+
+def cached_arrays_in(folder: Path) -> list[CachedArrays]:
+    """Return the complete sets of arrays in a cache folder, the oldest first.
+
+    Files without a description of this cache's form are left out: those of Megatron-LM, and of a build that goes on.
+    """
+    found = []
+    for path in folder.glob(f"*{_DESCRIPTION}"):
+        try:
+            fields = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if not isinstance(fields, dict) or not {"format", "class", "split", "sha256"} <= fields.keys():
+            continue
+        stem = path.name.removesuffix(_DESCRIPTION)
+        arrays = sorted(folder.glob(f"{glob.escape(stem)}-*.npy"))
+        found.append(CachedArrays(folder, stem, fields, [path, *arrays]))
+    return sorted(found, key=lambda one: one.written)
 
 
 def _open_array(path: Path) -> np.ndarray:

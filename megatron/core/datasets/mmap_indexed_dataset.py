@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -185,6 +187,8 @@ class _Index(NamedTuple):
 def _read_index(path: str, multimodal: bool) -> _Index:
     """Read PREFIX.idx and check its header and its size. Raises ValueError."""
     content = _map(path, np.dtype(np.uint8))
+    if is_lfs_pointer(content[:100].tobytes()):
+        raise ValueError(f"{path} {LFS_POINTER}; {FETCH_LFS}")
     if len(content) < HEADER.size or content[: len(MAGIC)].tobytes() != MAGIC:
         raise ValueError(f"{path} is not an index of a token file: its first bytes are wrong; preprocess again")
     _, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size].tobytes())

@@ -23,11 +23,7 @@ class SentenceSamples(SampleKind):
     def build(self, file_split: FileSplit, say: Say) -> tuple[np.ndarray]:
         """Build the sample map: (uint32 or uint64 [samples, 3],), as of `build_sample_map`."""
         indexed = file_split.indexed
-        try:
-            sample_map = build_sample_map(indexed.sequence_lengths, indexed.document_indices, file_split.request)
-        except ValueError as error:
-            raise ValueError(f"{indexed.prefix}, {file_split.split} split: {error}") from None
-        return (sample_map,)
+        return (build_sample_map(indexed.sequence_lengths, indexed.document_indices, file_split.request),)
 
 
 # Flags about several documents in a sample, and about GPT's order: these samples have neither.

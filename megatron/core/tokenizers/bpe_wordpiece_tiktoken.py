@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
+from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer
 from megatron.core.tokenizers.hf_special_tokens import read_json_object
 
 # GPT-2's own pattern, by which byte-level BPE cuts text into words.
@@ -89,12 +90,12 @@ class FastTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`, including those that the tokenizer's template adds, such as a first `<s>`."""
-        with self.panics_as_errors():
+        with self.library_errors():
             return self.library.encode(text).ids
 
     def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, as `tokenize` does; faster, since no positions in the text are recorded."""
-        with self.panics_as_errors():
+        with self.library_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts)]
 
     def tokenize_sentences(self, texts: list[str]) -> list[list[int]]:
@@ -102,7 +103,7 @@ class FastTokenizer:
 
         Data sets put special tokens around their samples themselves.
         """
-        with self.panics_as_errors():
+        with self.library_errors():
             return [encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def detokenize(self, ids: list[int]) -> str:
@@ -111,21 +112,28 @@ class FastTokenizer:
             return self.library.decode(list(ids), skip_special_tokens=False)
         return self.library.decoder.decode([self.inv_vocab[int(i)] for i in ids])
 
-    @contextlib.contextmanager
-    def panics_as_errors(self) -> Iterator[None]:
-        """Turn a panic of the library into a ValueError.
+    def library_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that turns the library's errors, about a text, into a ValueError that names the file."""
+        return library_errors(self.path)
 
-        Its class cannot be imported and is no subclass of Exception.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":
-                raise
+
+@contextlib.contextmanager
+def library_errors(path: str) -> Iterator[None]:
+    """Turn an error that the library raises about a text into a ValueError that names the tokenizer's file.
+
+    The library raises bare Exception, for example for an unknown word where the vocabulary has no unknown token, and
+    panics, whose class cannot be imported and is no subclass of Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
             raise ValueError(
-                f"{self.path}: the tokenizer panicked ({error}); perhaps a regular expression takes too much time or "
-                "memory"
+                f"{path}: the tokenizer panicked ({error}); perhaps a regular expression takes too much time or memory"
             ) from None
+        if type(error) is Exception:
+            raise ValueError(f"{path}: the tokenizer cannot encode this: {error}") from None
+        raise
 
 
 class WordPieceTokenizer(FastTokenizer):
@@ -162,6 +170,9 @@ class WordPieceTokenizer(FastTokenizer):
 def check_exists(path: str, flag: str) -> None:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{flag} {path}: there is no such file")
+    with open(path, "rb") as file:
+        if is_lfs_pointer(file.read(100)):
+            raise ValueError(f"{flag} {path} {LFS_POINTER}; {FETCH_LFS}")
 
 
 def bert_word_piece_tokenizer(config: Any) -> WordPieceTokenizer:

@@ -26,6 +26,8 @@ of its own for a LlamaTokenizer (no space is put before a text that begins with 
 applied where that version was chosen (`hf_tokenizer_json`).
 """
 
+import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -287,14 +289,27 @@ class SpecialTokens:
 
 def template_ids_of(library: Any) -> tuple[list[int], list[int]]:
     """Return the ids that the template of a tokenizer.json puts (before, after) every text."""
-    with_template = library.encode("a", add_special_tokens=True).ids
-    plain = library.encode("a", add_special_tokens=False).ids
+    text = _known_text(library)
+    with_template = library.encode(text, add_special_tokens=True).ids
+    plain = library.encode(text, add_special_tokens=False).ids
     start = 0
     for k in range(len(with_template)):
         if with_template[k : k + len(plain)] == plain:
             start = k
             break
     return with_template[:start], with_template[start + len(plain) :]
+
+
+_MOST_TRIED = 1000  # tokens
+
+
+def _known_text(library: Any) -> str:
+    """Return a short text that the tokenizer can encode: one without unknown token knows only its own words."""
+    for text in itertools.chain("a", itertools.islice(library.get_vocab(), _MOST_TRIED)):
+        with contextlib.suppress(Exception):  # the library raises bare Exception
+            if library.encode(text, add_special_tokens=False).ids:
+                return text
+    return "a"
 
 
 def special_tokens_by_version(

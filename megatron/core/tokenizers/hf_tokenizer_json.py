@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, FastTokenizer, check_exists
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, FastTokenizer, check_exists, library_errors
 from megatron.core.tokenizers.hf_special_tokens import (
     PREFIX_SPACE_CLASSES,
     SpecialTokens,
@@ -58,6 +58,12 @@ def huggingface_tokenizer(config: Any) -> FastTokenizer:
         tokenizer = library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
+    with library_errors(path):
+        return _with_files_beside(config, path, tokenizer, library)
+
+
+def _with_files_beside(config: Any, path: str, tokenizer: Any, library: Any) -> FastTokenizer:
+    """Return the tokenizer of a tokenizer.json, with what the files beside it add and change."""
     tokenizer.no_truncation()  # a file may carry the truncation and padding of whoever saved it last
     tokenizer.no_padding()
 

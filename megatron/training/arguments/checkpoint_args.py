@@ -26,7 +26,8 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.dist_checkpointing.checkpoint_folder import find, read_manifest
 from megatron.core.dist_checkpointing.manifest_format import MANIFEST, CheckpointError, parse_manifest
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.storage.path_or_url import path_of
+from megatron.core.storage.file_layer import exists
+from megatron.core.storage.path_or_url import is_url, path_of
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.checkpoint_to_load import where_to_start
@@ -35,6 +36,7 @@ from megatron.training.arguments.config_diff import COURSE_OF_MODEL, NOT_COMPARE
 
 _OF_A_MACHINE = ("attention_backend", "cpu_half_products", "compile")
 _LAYOUT = tuple(field.name for field in option_fields(ParallelConfig))
+_TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _TOKENIZER = tuple(field.name for field in option_fields(TokenizerConfig))
 _NOT_TAKEN = {*_OF_A_MACHINE, *(name for names in NOT_COMPARED.values() for name in names)} - {
     "max_position_embeddings"
@@ -98,13 +100,38 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults
         where = f"iteration {iteration} of {start.root}"
 
     # select the requested ones, with the script's own flags of the model
-    wanted = list(_wanted(config, given, saved))
+    wanted = _with_files_where_they_are(list(_wanted(config, given, saved)), given, f"{flag}: the tokenizer of {where}")
     if config.use_checkpoint_args:
         saved_own = saved.get("own_model", {})
         for action in parser.own:
             if action.dest in saved_own:
                 wanted.append((action.dest, saved_own[action.dest]))
     return as_flags(flag, where, wanted, given, parser, defaults)
+
+
+def _with_files_where_they_are(
+    wanted: list[tuple[str, Any]], given: Mapping[str, Any], source: str
+) -> list[tuple[str, Any]]:
+    """Return `wanted` with the tokenizer's files in the folder of --pretrained-checkpoint, if their own has moved there.
+
+    source: what the files are of, for errors. Raises ConfigError for a file that is in neither place.
+    """
+    result = []
+    for name, value in wanted:
+        is_file = name in _TOKENIZER_FILES and name not in given and isinstance(value, str)
+        if is_file and not is_url(value) and not exists(path_of(value)):
+            moved = None
+            root = given.get("pretrained_checkpoint")
+            if root is not None and not is_url(root):
+                moved = path_of(root) / path_of(value).name
+            if moved is None or not exists(moved):
+                raise ConfigError(
+                    f"{source} is no longer at {value}; give {flag_of(name)} with its place today, or "
+                    "--pretrained-checkpoint with the model's folder if that has moved"
+                )
+            value = str(moved)
+        result.append((name, value))
+    return result
 
 
 def as_flags(

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert import is_foreign, model_from_hf_config
+from megatron.convert.families.config_json import family_of
+from megatron.convert.formats.read_hf_config_and_headers import CONFIG, has_hf_config, read_json
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, option_fields
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, model_and_tokenizer_settings
@@ -53,7 +56,41 @@ def _other_sources(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{flag_of(name)} {root} sets the model's flags itself; leave out --hf-config"
 
 
-def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
+_SCRIPTS = {
+    "GPTModel": ("pretrain_gpt.py", "gpt"),
+    "BertModel": ("pretrain_bert.py", "bert"),
+    "T5Model": ("pretrain_t5.py", "t5"),
+}
+
+
+def other_model_problem(config: Config, rules: ModelRules) -> str | None:
+    """Return that a Hugging Face config.json or folder describes a model of another class than the script's.
+
+    None if it does not. Then the settings that it gave are of that model, and other rules about them say nothing.
+    """
+    checkpoint = config.checkpoint
+    sources = {"--hf-config": checkpoint.hf_config}
+    for flag, root in (("--load", checkpoint.load), ("--pretrained-checkpoint", checkpoint.pretrained_checkpoint)):
+        if root is not None and is_foreign(root) and has_hf_config(Path(root)):
+            sources[flag] = root
+    for flag, path in sources.items():
+        if path is None or not rules.model:
+            continue
+        file = Path(path) / CONFIG if Path(path).is_dir() else Path(path)
+        try:
+            model = family_of(read_json(file), str(file)).model
+        except (ConfigError, CheckpointError):  # told by those who read the model
+            continue
+        if model != rules.model:
+            script, name = _SCRIPTS.get(model, (f"the script of a {model}", model))
+            return (
+                f"{flag} {path} describes a {model}, and this script trains a {rules.model}: run {script} (a tool takes "
+                f"--model {name})"
+            )
+    return None
+
+
+def hf_config_problems(config: Config) -> list[str]:
     """Return why the model of these settings is not the model that --hf-config describes, setting by setting."""
     path = config.checkpoint.hf_config
     if path is None:
@@ -90,13 +127,6 @@ def hf_config_problems(config: Config, rules: ModelRules) -> list[str]:
         problems.append(
             f"--hf-config {path} describes another model; {name} is {shown(in_file)} there, and {shown(in_run)} in this run: "
             "leave its flag out"
-        )
-
-    # the kind of model
-    if rules.model and rules.model != described.model:
-        problems.append(
-            f"--hf-config {path} describes a {described.model}, and this script trains a {rules.model}: run the script of that "
-            "model"
         )
     return problems
 

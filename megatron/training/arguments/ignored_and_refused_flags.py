@@ -552,7 +552,8 @@ WARNED = by_flag(
         harmless={"--transformer-impl": ("local",)},
     ),
     OtherFlags(
-        "checkpoints are raw files and a manifest, for any layout; Megatron reads none of them, and its own are not read",
+        "checkpoints are written as raw files and a manifest, for any layout, which Megatron does not read; its own, of both "
+        "formats, are read by --load",
         switches=("--use-dist-ckpt",),
         values={"--ckpt-format": "NAME", "--dist-ckpt-format": "NAME"},
     ),

@@ -14,7 +14,8 @@ from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
-from megatron.training.arguments.config import COMPONENTS, Config
+from megatron.training.arguments.checkpoint_to_load import latest_iteration_in
+from megatron.training.arguments.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.arguments.monitor_config import watch_problems
 
 
@@ -180,6 +181,21 @@ def _missing(config: Config, _: int) -> Iterator[str]:
                 yield f"{flags_of(field)[0]} is required"
     if trains and config.training.train_iters is None and config.training.train_samples is None:
         yield "--train-iters (or --train-samples) is required"
+    if config.data.seq_length is None or config.tokenizer.tokenizer_type is None:
+        yield from _checkpoint_has_them(config.checkpoint)
+
+
+def _checkpoint_has_them(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield the flag that takes settings from the checkpoint that the run would load, if there is one."""
+    if checkpoint.use_checkpoint_args:
+        return
+    for root in (checkpoint.load, checkpoint.pretrained_checkpoint):
+        if root is not None and not is_url(root) and latest_iteration_in(root) is not None:
+            yield (
+                f"the checkpoint in {root} has a model, a tokenizer and a --seq-length; --use-checkpoint-args takes them "
+                "from there"
+            )
+            return
 
 
 def flags_in(problems: Iterable[str]) -> set[str]:

@@ -11,12 +11,13 @@ effect. Megatron-LM's own files name fields of its config classes; fields withou
 """
 
 import argparse
+import os
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, field_of_action, nearest_flag
 
 YAML_FLAG = "--yaml-cfg"
-_OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all")
+_OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all", "-h")
 
 # Fields of Megatron's config classes: the equivalent field here, a hint, or why they have no effect.
 _OTHER_NAMES = {
@@ -93,6 +94,15 @@ def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
     reader.read_group(root)
     reader.share_heads()
     return YamlFlags(reader.words, reader.settings, reader.problems, reader.no_effect)
+
+
+def _is_usable(text: str) -> bool:
+    """Return whether a text can be a word of a command line: without NUL, and with whole characters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 class _Reader:
@@ -172,7 +182,10 @@ class _Reader:
             hint = "; pretraining with --help lists the known ones"
             if near:
                 hint = f"; did you mean {near.lstrip('-')}?"
-            self._refuse(line, f"unknown setting {key}{hint}")
+            if field.replace("_", "-") in [flag.lstrip("-") for flag in _OF_THE_COMMAND_LINE]:
+                self._refuse(line, f"{key} is given on the command line, not in a file")
+            else:
+                self._refuse(line, f"unknown setting {key if key.isprintable() else repr(key)}{hint}")
             return
 
         # refuse a setting that is given twice
@@ -185,13 +198,17 @@ class _Reader:
 
         # write the flag with its value
         is_list = value.id == "sequence"
+        items = value.value if is_list else [value]
+        unusable = next((item.value for item in items if item.id == "scalar" and not _is_usable(item.value)), None)
         has_groups = value.id == "mapping" or (is_list and any(item.id != "scalar" for item in value.value))
         if has_groups:
             self._refuse(line, f"{key} takes a value or a list of values, not a group of settings")
+        elif unusable is not None:
+            self._refuse(line, f"{key} is {unusable!r:.60}; no flag can hold such a character; take it out")
         elif action.nargs == 0:
             self._read_switch(key, value, action, when=flag is not None)
         else:
-            texts = [item.value for item in value.value] if is_list else [value.value]
+            texts = [item.value for item in items]
             # Only --flag=value allows a value that begins with a hyphen; a flag with several values needs separate words.
             takes_several = action.nargs in ("+", "*") or isinstance(action.nargs, int)
             if takes_several:

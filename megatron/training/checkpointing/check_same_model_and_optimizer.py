@@ -104,7 +104,10 @@ def refuse_unexpected_parameters(
         strictness = config.checkpoint.dist_ckpt_strictness
         print_rank_0(f"WARNING: {problem}; they are not read, as --dist-ckpt-strictness {strictness} asks")
         return
-    raise ConfigError(f"{problem}; it was written by another model, or with other model flags")
+    advice = "it was written by another model, or with other model flags"
+    if any("tokentype_embeddings" in name for name in lacking):  # every published BERT has them, a BertForMaskedLM too
+        advice = "leave out --bert-no-binary-head: without it a model has no token types"
+    raise ConfigError(f"{problem}; {advice}")
 
 
 def absent_parameters(
@@ -310,8 +313,26 @@ def check_same_model(
 ) -> None:
     """Refuse a checkpoint of another model or tokenizer, and if `resumes` of another precision; names all differences.
 
-    model: `model_name` of this run. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so
-    its size and the tokenizer may differ. Raises ConfigError.
+    model: `model_name` of this run. The others: as in `problems_of_settings`. Raises ConfigError.
+    """
+    problems = problems_of_settings(runtime, saved, source, resumes=resumes, resizes=resizes)
+    saved_model = saved.get("model", model)
+    if saved_model != model:
+        problems.append(
+            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {model}: run the script of the saved "
+            f'model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def problems_of_settings(
+    runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool, resizes: bool = False
+) -> list[str]:
+    """Return how the checkpoint's model, tokenizer and, if `resumes`, precision differ from this run's settings.
+
+    No model is needed. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so its size and
+    the tokenizer may differ.
     """
     config = runtime.config
     changes = _changes(runtime, saved)
@@ -320,15 +341,7 @@ def check_same_model(
         for change in changes.rope:
             advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
             problems.append(f"{source} holds another model; {_difference(change)}; {advice}")
-
-    # the model's class, and what its attention computes
-    saved_model = saved.get("model", model)
-    if saved_model != model:
-        problems.append(
-            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {model}: run the script of the saved "
-            f'model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
-        )
-    attention = attention_problem(config, saved, source)
+    attention = attention_problem(config, saved, source)  # what it computes
     if attention is not None:
         problems.append(attention)
 
@@ -338,6 +351,14 @@ def check_same_model(
         if tokenizer is not None:
             problems.append(tokenizer)
 
+    # one flag takes them all from the checkpoint
+    if problems and not config.checkpoint.use_checkpoint_args:
+        problems.insert(
+            0,
+            f"{source} holds a model of other settings than the flags describe: --use-checkpoint-args takes those of the "
+            "model and the tokenizer from the checkpoint; leave out the flags that contradict it. The differences follow",
+        )
+
     # precision
     if resumes and changes.precision and not config.checkpoint.allow_precision_change:
         before, now = _precisions(saved, config)
@@ -345,8 +366,7 @@ def check_same_model(
             f"{source} was trained in {before}, this run is in {now}; give the flags of that precision, or "
             "--allow-precision-change to go on in this one"
         )
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool) -> str | None:

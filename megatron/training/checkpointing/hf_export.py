@@ -61,6 +61,7 @@ class HFExports:
         name = model_name([chunk.module for chunk in chunks], runtime.mesh["pp"], device)
         state_of_run = {"config": runtime.config.as_json(), "model": name, "vocab_size": runtime.vocab_size_if_any}
         state_of_run[FUNCTIONS] = functions_of(runtime.config)
+        state_of_run["tokenizer_sha256"] = runtime.tokenizer_sha256
         if state.origin is not None:
             state_of_run["origin"] = state.origin.as_json()
 

@@ -50,12 +50,20 @@ class Interval:
     nan_iterations: int = 0
     tflops: float | None = None  # TFLOP/s per device
     samples: float | None = None  # of a step, on average over those that were computed; None: as of the last
+    samples_left: int | None = None  # of the run; None: as many as its steps have if the batch does not grow
 
     @property
     def samples_per_second(self) -> float:
         """Samples of all ranks per second."""
         samples = self.last.global_batch_size if self.samples is None else self.samples
         return samples / (self.milliseconds / 1000)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the run ends, at this interval's speed: in samples, as later steps may have more of them."""
+        if self.samples_left is not None and self.samples_per_second > 0:
+            return self.samples_left / self.samples_per_second
+        return (self.train_iters - self.last.iteration) * self.milliseconds / 1000
 
 
 # Seconds between progress lines: few while a user waits to see that the run works, more after `_SETTLED` seconds.
@@ -72,6 +80,7 @@ class TrainingLog:
 
     device_flops_per_sample: FLOPs per sample divided by the number of devices; None: no throughput is logged.
     progress_in_tokens: tokens per sample, for progress lines between log lines; None: no progress lines.
+    samples_of_run: samples consumed when the run ends, for the time left; None: every step has as many as the last.
     """
 
     def __init__(
@@ -81,11 +90,13 @@ class TrainingLog:
         device_flops_per_sample: float | None = None,
         *,
         progress_in_tokens: int | None = None,
+        samples_of_run: int | None = None,
     ):
         self.train_iters = train_iters
         self.log_interval = log_interval
         self.device_flops_per_sample = device_flops_per_sample
         self.progress_in_tokens = progress_in_tokens
+        self.samples_of_run = samples_of_run
         self._created = time.monotonic()
         self._last_line = self._created
         self._is_left_out = False  # the last step was not computed
@@ -168,6 +179,9 @@ class TrainingLog:
         losses = {name: total / self.counts[name] for name, total in self.sums.items()}
         flops = self.device_flops_per_sample
         tflops = None if flops is None else flops * samples / (milliseconds * 1e9)
+        samples_left = None
+        if self.samples_of_run is not None:
+            samples_left = self.samples_of_run - step.consumed_samples
         interval = Interval(
             step,
             self.train_iters,
@@ -177,6 +191,7 @@ class TrainingLog:
             nan_iterations=self.nan_steps,
             tflops=tflops,
             samples=samples,
+            samples_left=samples_left,
         )
         self._last_line = time.monotonic()
         if not ends:
@@ -234,8 +249,7 @@ def progress_line(interval: Interval, tokens_per_sample: int) -> str:
 
 
 def _progress(done: str, interval: Interval, tokens_per_sample: int, more: list[str]) -> str:
-    steps_left = interval.train_iters - interval.last.iteration
-    time_left = timedelta(seconds=round(steps_left * interval.milliseconds / 1000))
+    time_left = timedelta(seconds=round(interval.seconds_left))
     speed = f"{interval.samples_per_second * tokens_per_sample:,.0f} tokens/s"
     return "   progress: " + ", ".join([done, f"{time_left} left", speed, *more])
 

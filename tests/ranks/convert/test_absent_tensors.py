@@ -17,6 +17,7 @@ from script_run import trainer_of
 from tiny_run import TINY_LLAMA
 from whole_run import run
 
+import pretrain_bert
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import build
 from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
@@ -302,3 +303,15 @@ def test_megatrons_sinks_are_parameters_of_ours(tmp_path: Path, capsys):
     assert load_whole_tensors(tmp_path / "run")[f"model/{sinks.format(2)}"].shape == (6,)
     assert checkpoint_convert.main(["--load", str(tmp_path / "in1"), "--save", str(tmp_path / "out")]) == 1
     assert tells(capsys.readouterr().err, f"{sinks.format(2)} --allow-missing-tensors")
+
+
+def test_a_published_bert_without_its_token_types_is_told_which_flag_to_leave_out(tmp_path: Path, capsys):
+    """A BertForMaskedLM loads: the heads that it lacks get first values. --bert-no-binary-head leaves out token types."""
+    absent = ("bert.pooler.", "cls.seq_relationship.")
+    folder = without(tmp_path / "in", "bert", *absent, architectures=["BertForMaskedLM"])
+    flags = REST.replace("--seq-length 8", "--seq-length 16")
+    run(f"--load {folder}", tiny=flags.split(), script=pretrain_bert)
+    assert tells(capsys.readouterr().out, "pooler binary_head first values")
+    with pytest.raises(SystemExit):
+        run(f"--load {folder} --bert-no-binary-head", tiny=flags.split(), script=pretrain_bert)
+    assert tells(capsys.readouterr().err, "tokentype_embeddings --bert-no-binary-head")

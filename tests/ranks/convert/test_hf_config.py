@@ -103,7 +103,7 @@ def losses_of(mesh: Mesh, script: SimpleNamespace, flags: str) -> list[dict]:
     """This rank's losses of a whole run."""
     steps = []
     with trainer_of(script, mesh, flags, predicts=False) as trainer:
-        assert hf_config_problems(trainer.runtime.config, script.rules) == []
+        assert hf_config_problems(trainer.runtime.config) == []
         trainer.log.add = lambda losses, is_nan=False, *, skipped=False: steps.append(dict(losses))
         trainer._train()
     return steps
@@ -185,3 +185,18 @@ def test_a_folder_gives_its_tokenizer_and_no_weights(tmp_path: Path, capsys):
     assert tells(error.value, f"--hf-config --load {tmp_path / 'llama'}")
     run(f"--hf-config {tmp_path / 'llama' / 'config.json'} --seq-length 8", tiny=[*REST, *WORDS])
     assert "loaded" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["t5", "bert"])
+@pytest.mark.parametrize("flag", ["--hf-config", "--load", "--pretrained-checkpoint"])
+def test_a_model_of_another_script_is_named_and_nothing_else(case: str, flag: str, tmp_path: Path, capsys):
+    """The flags that came from the file are not complained of one by one."""
+    configs = {
+        "t5": {"model_type": "t5", "vocab_size": 32, "d_model": 16, "d_kv": 4, "num_heads": 4, "num_layers": 1},
+        "bert": {"model_type": "bert", "vocab_size": 32, "hidden_size": 16, "num_attention_heads": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(configs[case]))
+    with pytest.raises(SystemExit):
+        run(f"{flag} {tmp_path} --seq-length 8 --vocab-size 31", tiny=[*REST, *WORDS])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    assert len(told) == 1 and f"{flag} {tmp_path} describes a" in told[0] and f"run pretrain_{case}.py" in told[0]

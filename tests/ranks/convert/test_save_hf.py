@@ -12,6 +12,7 @@ import numpy as np
 import pretrain_t5
 import pytest
 import torch
+import whole_run
 from cases import read_record, read_tensors, write_folder
 from local_ranks import run_ranks
 from said import tells
@@ -326,3 +327,18 @@ def test_of_what_no_family_can_say_the_nearest_is_shown_and_none_of_another_kind
 def test_the_folder_of_all_iterations_is_no_checkpoint_and_says_what_to_give(tmp_path: Path, refused):
     run(f"--train-iters 1 --save-hf {tmp_path}/hf")
     assert tells(refused(f"--train-iters 1 --load {tmp_path}/hf"), f"--load {tmp_path}/hf/iter_0000001 --save-hf")
+
+
+def test_a_run_with_the_files_of_gpt2_writes_a_tokenizer_and_the_id_that_ends_a_text(tmp_path: Path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokens = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
+    (tmp_path / "v.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (tmp_path / "m.txt").write_text("#version: 0.2\n")
+    tokenizer = f"--tokenizer-type GPT2BPETokenizer --vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt"
+    kept = [word for word in whole_run.TINY if word not in ("--tokenizer-type", "NullTokenizer", "--vocab-size", "31")]
+    run(f"{tokenizer} --train-iters 1 --save {tmp_path}/own --save-hf {tmp_path}/hf", tiny=kept)
+    out = tmp_path / "hf/iter_0000001"
+    assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= {*os.listdir(out)}
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
+    assert files_of(out) == converted(tmp_path / "own", tmp_path / "expected"), "the tool writes the same"
+    assert "no tokenizer is written" not in capsys.readouterr().out

@@ -540,3 +540,25 @@ def test_stage_3_of_a_model_with_a_tied_table_and_answers_in_dicts():
     for most, found in run_ranks({"dp": 2}, work):
         assert most <= block, "the tied table is resident while a block's backward runs"
         assert_same(found, alone.state_dict())
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_the_line_of_steps_per_print_has_the_mean_loss_of_the_step(scales: bool, capsys):
+    """Over micro batches and ranks; the oracle is one process. A step of 12 samples is 2 ranks x 2 micro batches x 3."""
+    given = config(optimizer={"type": "SGD", "params": {"lr": 1e-30}}, scheduler=None, steps_per_print=2)
+
+    def work(mesh: Mesh) -> None:
+        engine, *_ = deepspeed.initialize(model=plain_model(), config=given)
+        for ids in DATA:
+            mine = ids.chunk(mesh.samples.size)[mesh.samples.rank]
+            for part in mine.chunk(2):
+                loss = loss_of(engine(part), part)
+                engine.backward(loss if scales else loss / 2, scale_wrt_gas=scales)
+                engine.step()
+
+    run_ranks({"dp": 2}, work)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step=")]
+    model = plain_model()
+    expected = [loss_of(model(DATA[step - 1]), DATA[step - 1]).item() for step in (2, 4)]
+    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
+    assert [float(line.split("loss=")[1]) for line in lines] == pytest.approx(expected, rel=1e-4)

@@ -113,3 +113,50 @@ def test_every_setting_that_is_taken_can_be_said_by_flags():
             [word for name, value in values.items() for word in _words(name, value, parser)]
         ).config.as_json()
         assert values == {name: again["transformer" if name in _MODEL else "tokenizer"][name] for name in values}
+
+
+# ---------------------------------------------------------------- a checkpoint that is loaded without its model's flags
+
+OF_ANOTHER_MODEL = "--hidden-size 24 --num-layers 2 --swiglu --disable-bias-linear --normalization RMSNorm"
+ADVICE = "--use-checkpoint-args takes those of the model and the tokenizer from the checkpoint"
+
+
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint", "--finetune --load"])
+def test_another_model_is_refused_before_it_is_built_and_the_flag_that_helps_is_named(flag: str, tmp_path, capsys):
+    run(f"{OF_ANOTHER_MODEL} --train-iters 1 --save {tmp_path}/run")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(f"--train-iters 2 {flag} {tmp_path}/run --save {tmp_path}/more")
+    told = capsys.readouterr()
+    lines = [line.strip() for line in (told.out + told.err).splitlines()]
+    problems = [line for line in lines if line.startswith("- ")]
+    assert ADVICE in problems[0] and sum(ADVICE in line for line in lines) == 1
+    assert any("num_layers: the checkpoint has 2, this run has 1" in line for line in problems)
+    assert not any("building the model" in line for line in lines)
+    assert not (tmp_path / "more").exists(), "a refused run creates no folder"
+
+
+def test_with_the_flag_only_what_contradicts_it_is_told(tmp_path, capsys):
+    run(f"{OF_ANOTHER_MODEL} --train-iters 1 --save {tmp_path}")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(f"--use-checkpoint-args --train-iters 2 --load {tmp_path} --hidden-size 24 --num-layers 3")
+    told = capsys.readouterr()
+    assert "num_layers: the checkpoint has 2, this run has 3" in told.out + told.err
+    assert ADVICE not in told.out + told.err
+
+
+def test_settings_that_are_required_are_in_the_checkpoint(tmp_path, capsys):
+    """Without any flag of the model, sequence and tokenizer."""
+    run(f"--train-iters 1 --save {tmp_path}")
+    bare = shlex.split("--mock-data --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu --train-iters 2")
+    with pytest.raises(SystemExit):
+        run(f"--load {tmp_path}", tiny=bare)
+    told = capsys.readouterr()
+    assert f"the checkpoint in {tmp_path} has a model, a tokenizer and a --seq-length" in told.out + told.err
+    run(f"--finetune --load {tmp_path} --use-checkpoint-args", tiny=bare)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(f"--load {tmp_path}/none --exit-on-missing-checkpoint", tiny=bare)
+    told = capsys.readouterr()
+    assert "--use-checkpoint-args" not in told.out + told.err

@@ -9,6 +9,7 @@ from tokenizer_folders import FOLDERS, TEXTS, write_in
 from megatron.convert.hf_origin import Provenance, readable_by_transformers_4
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.hf_special_tokens import TokenizerFiles, special_tokens_by_version
 from tools import checkpoint_convert
 
 OURS = {
@@ -52,16 +53,59 @@ def test_what_goes_in_comes_out(name: str, tmp_path: Path):
     ],
 )
 def test_any_other_content_is_carried_to_the_byte(text: bytes):
-    assert readable_by_transformers_4(text) == text
+    assert readable_by_transformers_4({"tokenizer_config.json": text}) == {"tokenizer_config.json": text}
 
 
-def test_what_both_versions_would_read_otherwise_stays():
-    """Tokens with names, 4's own meaning of the key, and a list that is there under the older name."""
+def respelled(config: dict, tokens_map: dict | None = None) -> tuple[dict, dict | None]:
+    """What is written of (tokenizer_config.json, special_tokens_map.json)."""
+    files = {"tokenizer_config.json": json.dumps(config).encode()}
+    if tokens_map is not None:
+        files["special_tokens_map.json"] = json.dumps(tokens_map).encode()
+    written = {name: json.loads(data) for name, data in readable_by_transformers_4(files).items()}
+    return written["tokenizer_config.json"], written.get("special_tokens_map.json")
+
+
+def test_tokens_with_names_stay_as_they_are():
+    """An object under the key is 4's own meaning of it."""
     config = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": {"image_token": "<i>"}, "x": "ü"}
-    written = json.loads(readable_by_transformers_4(json.dumps(config).encode()))
-    assert written == config | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config |= {"extra_special_tokens": ["a"], "additional_special_tokens": ["b"]}
-    assert json.loads(readable_by_transformers_4(json.dumps(config).encode()))["extra_special_tokens"] == ["a"]
+    assert respelled(config)[0] == config | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+LISTS = [
+    ({"extra_special_tokens": ["<a>"]}, None),
+    ({"extra_special_tokens": ["<a>"], "additional_special_tokens": ["<b>"]}, None),
+    ({"extra_special_tokens": [], "additional_special_tokens": ["<b>"]}, None),
+    ({"extra_special_tokens": [{"content": "<a>", "lstrip": True}, "<b>"]}, {"bos_token": "<s>"}),
+    ({"additional_special_tokens": ["<b>"]}, {"extra_special_tokens": ["<a>", "<b>"]}),
+    ({}, {"extra_special_tokens": ["<a>"], "additional_special_tokens": ["<b>"]}),
+    ({"extra_special_tokens": ["<a>"], "added_tokens_decoder": {}}, {"extra_special_tokens": ["<c>"]}),
+]
+
+
+@pytest.mark.parametrize("kind", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer"])
+@pytest.mark.parametrize(("config", "tokens_map"), LISTS)
+def test_a_list_under_the_new_key_is_written_so_that_both_versions_read_it(
+    kind: str, config: dict, tokens_map: dict | None, tmp_path: Path
+):
+    """transformers 4.57 cannot read a list there, whatever the class; 5 gives the tokens of the folder as it was."""
+    pytest.importorskip("tokenizers")
+    config = config | {"tokenizer_class": kind}
+
+    def special_tokens(name: str, files: tuple[dict, dict | None]) -> list:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, content in zip(("tokenizer_config.json", "special_tokens_map.json"), files):
+            if content is not None:
+                (folder / file).write_text(json.dumps(content))
+        read = TokenizerFiles.read_beside(str(folder / "tokenizer.json"))
+        return special_tokens_by_version(read, [], is_byte_level=False)
+
+    before = special_tokens("before", (config, tokens_map))
+    after = special_tokens("after", respelled(config, tokens_map))
+    assert len(before) == 1, "only 5 can read the folder as it was"
+    assert [found.version for found in after] == ["4.57", "5.x"]
+    assert [token.content for token in after[1].added] == [token.content for token in before[0].added]
+    assert {token.content for token in after[0].added} == {token.content for token in after[1].added}
 
 
 @pytest.mark.parametrize(

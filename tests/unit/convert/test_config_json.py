@@ -4,8 +4,10 @@ import json
 import re
 
 import pytest
+from published import CONFIGS
 
 from megatron.convert.families.config_json import config_of, settings_of
+from megatron.convert.families.registry import FAMILIES
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -200,3 +202,136 @@ def test_the_dropout_of_a_run_is_written_for_whoever_trains_on(kind: str, keys: 
     assert {key: written[key] for key in keys} == keys
     read, _ = settings_of(written, "config.json")
     assert read["attention_dropout"] == 0.25
+
+
+GPT2_KEYS = {
+    **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "embd_pdrop": 0.1},
+    **{"bos_token_id": 50256, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05},
+    **{"model_type": "gpt2", "n_ctx": 1024, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None},
+    **{"summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index"},
+    **{"summary_use_proj": True, "vocab_size": 50257},
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}
+# Whole files as they were published, or as transformers 2 saved them, with keys that say nothing of the computation.
+WHOLE_FILES = {
+    "gpt2-medium": GPT2_KEYS
+    | {"n_embd": 1024, "n_head": 16, "n_layer": 24, "n_special": 0, "predict_special_tokens": True},
+    "gpt2-xl": GPT2_KEYS | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
+    "distilgpt2": GPT2_KEYS
+    | {"n_embd": 768, "n_head": 12, "n_layer": 6, "_num_labels": 1, "id2label": {"0": "LABEL_0"}},
+    "starcoder2-3b": {
+        **{"architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1, "attention_softmax_in_fp32": True},
+        **{"bos_token_id": 0, "embedding_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh"},
+        **{"hidden_size": 3072, "initializer_range": 0.018042, "intermediate_size": 12288, "mlp_type": "default"},
+        **{"layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "model_type": "starcoder2"},
+        **{"norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24, "num_hidden_layers": 30},
+        **{"num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813, "use_bias": True},
+        **{"scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "sliding_window": 4096},
+        **{"torch_dtype": "float32", "transformers_version": "4.37.0.dev0", "use_cache": True, "vocab_size": 49152},
+    },
+    "phi-2": {
+        **{"_name_or_path": "microsoft/phi-2", "architectures": ["PhiForCausalLM"], "attention_dropout": 0.0},
+        **{"bos_token_id": 50256, "embd_pdrop": 0.0, "eos_token_id": 50256, "hidden_act": "gelu_new"},
+        **{"hidden_size": 2560, "initializer_range": 0.02, "intermediate_size": 10240, "layer_norm_eps": 1e-05},
+        **{"max_position_embeddings": 2048, "model_type": "phi", "num_attention_heads": 32, "num_hidden_layers": 32},
+        **{"num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False, "resid_pdrop": 0.1},
+        **{"rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float16"},
+        **{"transformers_version": "4.37.0", "use_cache": True, "vocab_size": 51200},
+    },
+    "vicuna-7b-v1.3": {
+        **{"_name_or_path": "vicuna-7b-v1.3", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1},
+        **{"eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02},
+        **{"intermediate_size": 11008, "max_position_embeddings": 2048, "max_sequence_length": 2048},
+        **{"model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": 0},
+        **{"rms_norm_eps": 1e-06, "tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": 32000},
+    },
+    "dolly-v2-3b": {
+        **{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu"},
+        "custom_pipelines": {"text-generation": {"impl": "instruct_pipeline.InstructionTextGenerationPipeline"}},
+        **{"hidden_size": 2560, "initializer_range": 0.02, "intermediate_size": 10240, "layer_norm_eps": 1e-05},
+        **{"max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 32, "rotary_pct": 0.25},
+        **{"num_hidden_layers": 32, "rotary_emb_base": 10000, "tie_word_embeddings": False, "vocab_size": 50280},
+        **{"torch_dtype": "bfloat16", "use_cache": True, "use_parallel_residual": True},
+    },
+    "a BERT saved by transformers 2": {
+        **{"_num_labels": 5, "architectures": ["BertForSequenceClassification"], "bos_token_id": None},
+        **{"attention_probs_dropout_prob": 0.1, "directionality": "bidi", "do_sample": False, "eos_token_ids": None},
+        **{"finetuning_task": "sentiment-analysis", "hidden_act": "gelu", "hidden_dropout_prob": 0.1},
+        **{"hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "is_decoder": False},
+        **{"layer_norm_eps": 1e-12, "length_penalty": 1.0, "max_length": 20, "max_position_embeddings": 512},
+        **{"model_type": "bert", "num_attention_heads": 12, "num_beams": 1, "num_hidden_layers": 12},
+        **{"num_return_sequences": 1, "output_past": True, "output_attentions": False, "pooler_fc_size": 768},
+        **{"pruned_heads": {}, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0},
+        **{"torchscript": False, "type_vocab_size": 2, "use_bfloat16": False, "vocab_size": 105879},
+    },
+    "flan-t5-small": {
+        **{"architectures": ["T5ForConditionalGeneration"], "classifier_dropout": 0.0, "d_ff": 1024, "d_kv": 64},
+        **{"d_model": 512, "decoder_start_token_id": 0, "dense_act_fn": "gelu_new", "dropout_rate": 0.1},
+        **{"eos_token_id": 1, "feed_forward_proj": "gated-gelu", "initializer_factor": 1.0, "is_gated_act": True},
+        **{"is_encoder_decoder": True, "layer_norm_epsilon": 1e-06, "model_type": "t5", "n_positions": 512},
+        **{"num_decoder_layers": 8, "num_heads": 6, "num_layers": 8, "output_past": True, "pad_token_id": 0},
+        **{"relative_attention_max_distance": 128, "relative_attention_num_buckets": 32, "use_cache": True},
+        **{"tie_word_embeddings": False, "vocab_size": 32128, "num_return_sequences": 1, "max_length": 20},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_FILES)
+def test_whole_published_files_are_read(name: str):
+    read, words = settings_of(WHOLE_FILES[name], name)
+    ModelConfig(**read)
+    assert words == WHOLE_FILES[name]["vocab_size"]
+
+
+# Attributes of transformers' base class (4.41, 4.57 and 5.24) that say nothing of the computation, by example.
+OF_THE_BASE_CLASS = {
+    **{"_commit_hash": "8c2f", "_name_or_path": "x", "name_or_path": "x", "attn_implementation": "sdpa"},
+    **{"experts_implementation": "eager", "transformers_version": "5.24.0", "architectures": None, "xla_device": True},
+    **{"return_dict": False, "output_hidden_states": True, "output_attentions": True, "torchscript": True},
+    **{"tf_legacy_loss": True, "chunk_size_feed_forward": 2, "gradient_checkpointing": True, "num_labels": 3},
+    **{"finetuning_task": "mrpc", "id2label": {"0": "no"}, "label2id": {"no": 0}, "problem_type": "regression"},
+    **{"task_specific_params": {}, "tokenizer_class": "T", "prefix": "say: ", "cross_attention_hidden_size": 7},
+    **{"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": -1, "sep_token_id": 3, "decoder_start_token_id": 0},
+    **{"max_length": 50, "min_length": 1, "do_sample": True, "early_stopping": "never", "num_beams": 4},
+    **{"num_beam_groups": 2, "diversity_penalty": 0.5, "temperature": 0.6, "top_k": 5, "top_p": 0.9},
+    **{"typical_p": 0.9, "repetition_penalty": 1.1, "length_penalty": 2.0, "no_repeat_ngram_size": 3},
+    **{"encoder_no_repeat_ngram_size": 3, "bad_words_ids": [[1]], "num_return_sequences": 2, "output_scores": True},
+    **{"return_dict_in_generate": True, "forced_bos_token_id": 1, "forced_eos_token_id": 2},
+    **{"remove_invalid_values": True, "exponential_decay_length_penalty": [1, 1.1], "suppress_tokens": [1]},
+    **{"begin_suppress_tokens": [1], "tie_last_hidden_states": True, "_private": 1, "of_a_later_version": None},
+    **{"unsloth_version": "2025.1", "epsilon_cutoff": 0.1, "per_layer_config": None, "use_bfloat16": False},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_keys_of_the_base_class_are_without_effect_in_every_family(kind: str):
+    published = {config["model_type"]: config for config in CONFIGS.values()}
+    plain = published.get(kind, SIZES | {"model_type": kind})
+    expected = settings_of(plain, "config.json")
+    assert settings_of(plain | OF_THE_BASE_CLASS, "config.json") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("vicuna-7b-v1.3", "quantization_config", {"bits": 4}),
+        ("vicuna-7b-v1.3", "quantization", {"group_size": 64, "bits": 4}),
+        ("dolly-v2-3b", "per_layer_config", {"0": {"hidden_act": "relu"}}),
+        ("phi-2", "pruned_heads", {"1": [0]}),
+        ("gpt2-xl", "alibi", True),
+        ("gpt2-xl", "num_hidden_layers", 12),
+        ("flan-t5-small", "hidden_size", 768),
+        ("flan-t5-small", "tie_encoder_decoder", True),
+        ("starcoder2-3b", "scale_attn_weights", False),
+    ],
+)
+def test_a_key_that_may_change_the_computation_is_refused_by_its_name(name: str, key: str, value: object):
+    with pytest.raises(ConfigError, match=key):
+        settings_of(WHOLE_FILES[name] | {key: value}, name)
+
+
+def test_a_second_name_of_a_key_may_repeat_its_value():
+    config = WHOLE_FILES["gpt2-xl"]
+    assert settings_of(config | {"hidden_size": 1600}, "config.json") == settings_of(config, "config.json")
+    config = WHOLE_FILES["flan-t5-small"]
+    assert settings_of(config | {"head_dim": 64}, "config.json") == settings_of(config, "config.json")

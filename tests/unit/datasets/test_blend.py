@@ -1,16 +1,20 @@
 """Blends: the order against a plain loop, the words of the command line, and data sets built from them."""
 
 import json
+import math
 import random
+import re
 import types
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from said import tells, tells_each
-from token_files import write as write_documents
+from token_files import WORD_PIECES, write as write_documents
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, blend, build_gpt_datasets
+from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.blend import (
     Blend,
     BlendedDataset,
@@ -19,8 +23,13 @@ from megatron.core.datasets.blend import (
     normalized,
     parse_blend,
     samples_of_each,
+    sufficient_surplus,
     weighted_indices,
 )
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.utils import Split
 
 TOKENIZER = types.SimpleNamespace(vocab_size=1000, eod=999, pad=None)
 
@@ -189,6 +198,70 @@ def test_a_data_set_without_enough_samples_or_documents_is_named(files, tmp_path
     small = write(tmp_path / "small", 5, documents=3)
     with pytest.raises(ValueError, match=r"(?s)--split.*98,1,1.*3"):
         build(tmp_path, data_path=["1", files[0], "1", small], split="98,1,1")
+
+
+@pytest.mark.parametrize(
+    ("weights", "length", "told"),
+    [
+        (None, 1, "valid split: the split (sequences 96 to 98) has 2 tokens"),
+        (["1", "2", "1"], 0, "train split: the split (sequences 0 to 96) has 0 tokens"),
+    ],
+)
+def test_a_split_with_too_few_tokens_is_named_with_its_file(weights, length, told, tmp_path):
+    """Three data sets, of which 2 % of 100 documents are for validation; with weights only empty ones are too few."""
+    prefixes = [write(tmp_path / name, 1, documents=100, length=20) for name in ("first", "last")]
+    prefixes.insert(1, write(tmp_path / "short", 7, documents=100, length=length))
+    words = prefixes
+    if weights is not None:
+        words = [word for pair in zip(weights, prefixes) for word in pair]
+    with pytest.raises(ValueError) as error:
+        build(tmp_path, (100, 20, 20), data_path=words, split="96,2,2")
+    assert str(error.value).startswith(f"{tmp_path}/short, {told}")
+
+
+def test_each_kind_of_samples_names_the_file_and_the_split(tmp_path):
+    """One epoch of a split whose tokens do not fill a sample; sentences of which none begins a pair; Megatron's own call."""
+    few = write(tmp_path / "few", 7, documents=100, length=1)
+    with pytest.raises(ValueError, match=rf"{few}, valid split: the split \(sequences 96 to 98\) has 2 tokens"):
+        build(tmp_path, (100, None, 20), data_path=[few], split="96,2,2")
+    config = DataConfig(seq_length=64, data_path=[few], split="96,2,2", data_cache_path=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=rf"{few}, train split: none of 96 documents gives a sample"):
+        build_bert_datasets(config, MaskedDataConfig(), WORD_PIECES, [10, 2, 2], 1)
+    mcore = GPTDatasetConfig(
+        random_seed=1, sequence_length=64, blend=([few], None), split="96,2,2", tokenizer=TOKENIZER
+    )
+    indexed = IndexedDataset(few)
+    with pytest.raises(ValueError, match=rf"{few}, valid split: the split \(sequences 0 to 3\)"):
+        GPTDataset(indexed, few, np.arange(3), None, Split.valid, mcore)
+
+
+@pytest.mark.parametrize("datasets", [5, 12])
+@pytest.mark.parametrize("samples", [8, 16])
+def test_the_surplus_that_would_do_is_said_and_does(datasets, samples, tmp_path):
+    """Small weights and few validation samples: the order takes more of a data set than its rounded share."""
+    words = ["100", write(tmp_path / "large", 1, documents=1, length=9)]  # one sample in each epoch
+    for number in range(1, datasets):
+        words += [str(0.01 * number), write(tmp_path / str(number), number, documents=1, length=9)]
+    settings = {"train_data_path": [words[1]], "valid_data_path": words}
+    with pytest.raises(ValueError) as error:
+        build(tmp_path, (1, samples, 0), **settings)
+    told = re.search(
+        r"\(valid split\), which has \d+: --mid-level-dataset-surplus ([\d.]+) is enough", str(error.value)
+    )
+    _, valid, _ = build(tmp_path, (1, samples, 0), **settings, mid_level_dataset_surplus=float(told[1]))
+    assert len(valid) >= samples
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.lists(st.integers(0, 500), min_size=9, max_size=9))
+def test_the_surplus_is_enough_and_not_much_more(requested, taken):
+    taken = taken[: len(requested)]
+    surplus = sufficient_surplus(taken, requested)
+
+    def asked(more: float) -> list[int]:
+        return [math.ceil(base * (1 + more)) for base in requested]
+
+    assert all(count <= base for count, base in zip(taken, asked(surplus)))
+    assert surplus == 0 or any(count > base for count, base in zip(taken, asked(surplus - 0.002)))
 
 
 SETTINGS_AND_REASONS = [

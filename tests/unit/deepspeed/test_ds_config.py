@@ -5,12 +5,14 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed_doc import PAGE, document
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.deepspeed_lr_schedules import WarmupCosineLR
 from megatron.core.parallel.hostfile_to_torchrun import filtered, main, read_hostfile, torchrun_lines
 from megatron.deepspeed.ds_config_scheduler import make_schedule
+from megatron.deepspeed.optimizer import make_groups
 from megatron.deepspeed.settings import KEYS, load_ds_config, read_settings
 
 # The sections and values of the examples in the documentation of ds_config.
@@ -56,7 +58,7 @@ def test_every_key_of_the_documented_examples_is_answered():
     assert (settings.micro_batch, settings.accumulation, settings.precision) == (4, 1, "float16")
     assert settings.data_parallel.stage == 3 and settings.offload_optimizer.optimizer_offload_fraction == 0.3
     assert settings.loss_scale.initial_loss_scale == 2**16
-    assert any(note.startswith("aio: ") for note in settings.notes)
+    assert any(note.startswith("without effect: aio: ") for note in settings.notes)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,91 @@ def test_every_key_of_the_documented_examples_is_answered():
 def test_what_is_refused_says_what_to_do(given: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         read_settings({"train_batch_size": 8} | given, ranks=2)
+
+
+NUMBERS = [key for key, working in KEYS.working.items() if working.kind in (int, float)]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_that_are_not_finite_are_refused_by_their_key(key: str, value: float):
+    """Infinity is read by two keys, where it means never and no clipping; JSON has it as Infinity or 1e999."""
+    config = {"train_batch_size": 8, "fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    section = config
+    *names, last = key.split(".")
+    for name in names:
+        section = section.setdefault(name, {})
+    section[last] = value
+    if value == math.inf and KEYS.working[key].may_be_infinite:
+        settings = read_settings(config, ranks=2)
+        assert settings.steps_per_print is None and settings.clipping == 0
+        return
+    with pytest.raises(ConfigError, match=f"ds_config: {key} is "):
+        read_settings(config, ranks=2)
+
+
+@pytest.mark.parametrize("switch", [{"enabled": False}, {}, {"enabled": None}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"initial_scale_power": 0, "min_loss_scale": 1000},
+        {"min_loss_scale": 1e-10, "loss_scale": "auto"},
+        {"loss_scale_window": 0, "hysteresis": math.inf, "consecutive_hysteresis": True},
+        {"fp16_master_weights_and_grads": True},
+    ],
+)
+def test_a_section_that_is_off_is_not_read(switch: dict, values: dict):
+    plain = read_settings({"train_batch_size": 8}, ranks=2)
+    assert read_settings({"train_batch_size": 8, "fp16": switch | values}, ranks=2) == plain
+    bf16 = {"bf16": switch | {"bf16_optimizer_states": True, "immediate_grad_update": False}}
+    assert read_settings({"train_batch_size": 8} | bf16, ranks=2) == plain
+
+
+def test_the_keys_of_a_section_that_is_off_must_be_known():
+    with pytest.raises(ConfigError, match=r"did you mean fp16\.min_loss_scale"):
+        read_settings({"train_batch_size": 8, "fp16": {"enabled": False, "min_los_scale": 1}}, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("least", "floor"), [(1e-10, 2.0**-33), (1000, 1024.0), (0, 2.0**-126), (3.0, 4.0), (4096, 4096.0)]
+)
+def test_a_floor_of_the_loss_scale_is_rounded_up_to_a_power_of_two_and_says_so(least: float, floor: float):
+    settings = read_settings({"train_batch_size": 8, "fp16": {"enabled": True, "min_loss_scale": least}}, ranks=2)
+    assert settings.loss_scale.min_loss_scale == floor
+    assert any("min_loss_scale" in note for note in settings.notes) == (floor != least)
+
+
+def test_a_floor_above_the_first_scale_is_refused_by_the_keys_of_the_file():
+    section = {"enabled": True, "min_loss_scale": 1000, "initial_scale_power": 9}
+    with pytest.raises(ConfigError) as error:
+        read_settings({"train_batch_size": 8, "fp16": section}, ranks=2)
+    assert "fp16.initial_scale_power (9)" in str(error.value) and "--" not in str(error.value)
+    read_settings({"train_batch_size": 8, "fp16": section | {"loss_scale": 128}}, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "decay"),
+    [
+        ({"type": "Adam", "params": {"torch_adam": True}}, "adam", 0.01),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, "adam", 0.01),
+        ({"type": "AdamW", "params": {"torch_adam": True, "adam_w_mode": False}}, "adam", 0.01),
+        ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, "adam-l2", 0.0),
+        ({"type": "Adam", "params": {"torch_adam": True, "weight_decay": 0.5}}, "adam", 0.5),
+        ({"type": "Adam"}, "adam", 0.0),
+        ({"type": "adamw"}, "adam", 0.0),
+        ({"type": "SGD"}, "sgd", 0.0),
+    ],
+)
+def test_an_optimizer_decays_by_what_deepspeed_decays_by(section: dict, name: str, decay: float):
+    """DeepSpeed: torch_adam is torch.optim.AdamW, or with adam_w_mode false and the type Adam torch.optim.Adam."""
+    found, groups = make_groups(section, [torch.zeros(1)])
+    assert (found, groups[0]["weight_decay"]) == (name, decay)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+def test_the_clipping_of_an_optimizer_is_a_key_of_the_file(kind: str):
+    with pytest.raises(ConfigError, match="give gradient_clipping"):
+        make_groups({"type": kind, "params": {"lr": 0.1, "max_grad_norm": 1.0}}, [torch.zeros(1)])
 
 
 def test_every_answer_has_a_reason_and_all_problems_are_told_at_once():

@@ -111,6 +111,7 @@ COMMANDS = {
         "python tools/merge_datasets.py ...": PREPARES,
         "python tools/data_plan.py ...": PREPARES,
         "python tools/prepare_cache.py ...": PREPARES,
+        "python tools/index_cache.py ...": PREPARES,
         "echo ...": PREPARES,
         "printf ...": PREPARES,
         "python -c ...": PREPARES,

@@ -87,3 +87,36 @@ def test_what_is_done_in_time_gives_its_result_or_its_error():
     with pytest.raises(ZeroDivisionError):
         in_time(lambda: 1 / 0, 10)
     assert np.array_equal(in_time(lambda: np.arange(3), 10), [0, 1, 2])
+
+
+UNKNOWN = {  # tokenizers without an unknown token, of the letters a and b; each fails in words of its own
+    "WordLevel": lambda: tokenizers.models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}),
+    "WordLevel whose unknown token has another name": lambda: tokenizers.models.WordLevel(
+        {"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="<oov>"
+    ),
+    "Unigram": lambda: tokenizers.models.Unigram([("a", -1.0), ("b", -2.0), ("<|endoftext|>", -9.0)]),
+    "BPE": lambda: tokenizers.models.BPE({"a": 0, "b": 1, "<|endoftext|>": 2}, [], unk_token="<unk>"),
+    "WordPiece": lambda: tokenizers.models.WordPiece({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="[UNK]"),
+}
+
+
+UNKNOWN["WordLevel that does not know the letter a either"] = lambda: tokenizers.models.WordLevel(
+    {"b": 0, "<|endoftext|>": 1}
+)
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_line(tmp_path, run, kind):
+    """The library raises bare Exception."""
+    known = "b"
+    tokenizer = tokenizers.Tokenizer(UNKNOWN[kind]())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "t.json"))
+    texts = [known, "\u00e9 z", f"{known} {known}"]
+    code, said, files = run(tmp_path / "t.json", texts)
+    assert (code, files) == (1, ["a.jsonl", "t.json"])
+    assert f"{tmp_path}/a.jsonl:2: {tmp_path}/t.json: the tokenizer cannot encode this: " in said
+    assert "Traceback" not in said and "--on-error skip" in said
+    code, said, files = run(tmp_path / "t.json", texts, "--on-error", "skip")
+    assert code == 0 and f"skipped {tmp_path}/a.jsonl:2: " in said and "o_text_document.bin" in files

@@ -1,10 +1,14 @@
 """A command line promises nothing that a run does not give: what is not there is refused, or a WARNING says what comes instead."""
 
+import re
+from pathlib import Path
+
 import pytest
 from said import tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.training.arguments.command_line import parse_args
+from megatron.training.arguments.ignored_and_refused_flags import REFUSED as REFUSED_FLAGS
 
 REFUSED = """
     --spec a_module a_function      --lazy-mpu-init 2               --train-tokens 300000000000
@@ -55,3 +59,60 @@ def test_flags_of_experts_say_nothing_where_there_are_none():
 )
 def test_a_refused_flag_is_not_suggested_nor_one_that_does_something_else(slip: str):
     assert tells_each(problems_of(slip), f"{slip} --help")
+
+
+# the topic in the reason of refused flags -> its words in the README
+TOPICS = {
+    "mixtures of experts": "mixtures of experts",
+    "multi-latent attention": "multi-latent attention",
+    "prediction of several tokens": "prediction of several tokens",
+    "state-space models": "state-space models",
+    "layers that differ from one another": "layers that differ from one another",
+    "retrieval": "retrieval",
+    "models of pictures": "models of pictures",
+    "downstream tasks": "downstream tasks",
+    "fp8 and fp4": "fp8 and fp4",
+    "CUDA graphs": "CUDA graphs",
+    "a decoder on ranks of its own": "a decoder or an embedding on ranks of",
+    "other formats": "writing Megatron's formats",
+}
+OF_FLAGS = {
+    "--multi-latent-attention": "multi-latent attention",
+    "--perform-rl-step": "reinforcement learning",
+    "--sft": "`--sft`",
+    "--replication": "replicas of local checkpoints",
+    "--inprocess-restart": "restarts in the process",
+    "--use-megatron-fsdp": "fully sharded data parallelism",
+    "--pipeline-model-parallel-layout": "layout strings of pipelines",
+    "--variable-seq-lengths": "samples of several lengths",
+    "--log-energy": "energy log",
+    "--one-logger-project": "OneLogger",
+    "--output-bert-embeddings": "embeddings of texts by a BERT",
+    "--use-precision-aware-optimizer": "moments and masters below float32",
+}
+
+
+def not_built_yet() -> str:
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    section = text.split("## Not built yet")[1].split("\n## ")[0]
+    return " ".join(section.split())
+
+
+def test_the_readme_names_every_topic_whose_flags_are_refused():
+    """A reason that begins with a topic has it in TOPICS; one that begins with "is not built yet" is of single flags."""
+    section = not_built_yet()
+    topics = set()
+    for flag in REFUSED_FLAGS.values():
+        topic = re.match(r"(.+?) (is|are) not built yet", flag.reason)
+        if topic:
+            topics.add(topic[1])
+    assert topics == TOPICS.keys()
+    assert [name for name in (*TOPICS.values(), *OF_FLAGS.values()) if name not in section] == []
+    assert OF_FLAGS.keys() <= REFUSED_FLAGS.keys()
+
+
+@pytest.mark.parametrize("line", ["--ckpt-format torch_dist", "--use-dist-ckpt", "--dist-ckpt-format zarr"])
+def test_the_warning_about_formats_says_that_megatrons_checkpoints_are_read(line: str):
+    words = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--seq-length", "8", "--mock-data"]
+    notes = "\n".join(parse_args([*words, *line.split()]).notes)
+    assert f"WARNING: {line}" in notes and "its own, of both formats, are read by --load" in notes

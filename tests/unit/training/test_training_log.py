@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.training.monitor.training_log import (
     StepNumbers,
     TrainingLog,
     eta_and_throughput_line,
+    progress_line,
     training_line,
     validation_line,
 )
@@ -104,6 +106,29 @@ def test_speeds_count_the_samples_of_an_interval_whose_batch_grows(clock, capsys
     assert interval.samples_per_second * 10 == float(
         re.search(r"(\d+) tokens/s", eta_and_throughput_line(interval, 10, None))[1]
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left"),
+    [
+        ((2, 4, 6), "0:00:42"),  # 2 samples a second; 7 steps of 12 are left
+        ((6, 4, 2), "0:00:42"),
+        ((4, 4, 4), "0:00:42"),
+    ],
+)
+def test_the_time_left_counts_the_samples_of_later_steps(sizes: tuple[int, ...], left: str, clock, capsys):
+    """`eta_and_throughput_line` and progress lines have it; by the steps alone it would be 14 seconds."""
+    log = TrainingLog(10, 3, samples_of_run=12 + 7 * 12)
+    consumed = 0
+    for iteration, size in enumerate(sizes, start=1):
+        clock.now += 2.0
+        consumed += size
+        log.add({"lm loss": 1.0})
+        interval = log.line_if_due(StepNumbers(iteration, consumed, size, 1e-3, grad_norm=1.0))
+    assert f"{left} left" in eta_and_throughput_line(interval, 10, None)
+    assert f"{left} left" in progress_line(interval, 10)
+    by_steps = replace(interval, samples_left=None)
+    assert "0:00:14 left" in progress_line(by_steps, 10)
 
 
 def test_a_step_that_is_left_out_has_no_part_in_speeds(clock, capsys):

@@ -214,3 +214,28 @@ def test_the_tutorial_s_file_is_nanogpt_s_setting():
     assert (training.train_iters, training.global_batch_size, training.eval_iters) == (2000, 12, 20)
     assert (rate.lr, rate.min_lr, rate.lr_decay_style, rate.lr_warmup_iters) == (1e-3, 1e-4, "cosine", 100)
     assert config.checkpoint.save == config.checkpoint.load and not notes
+
+
+@pytest.mark.parametrize("character", ["\\0", "\\ud800"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("load", '"a{}b"'), ("save", '"{}"'), ("data-path", '[a, "b{}"]'), ("tokenizer-model", '"x{}"')]
+)
+def test_a_character_that_no_file_name_can_have_is_refused_where_it_stands(key, value, character, read):
+    with pytest.raises(ConfigError) as error:
+        read(f"lr: 1e-4\n{key}: {value.format(character)}\n")
+    (problem,) = [problem for problem in error.value.problems if "such a character" in problem]
+    assert f":2: {key} is " in problem
+
+
+@pytest.mark.parametrize("key", ["yaml-cfg", "--yaml_cfg", "help", "help-all", "help_all", "h"])
+def test_what_only_a_command_line_can_say_is_said(key, read):
+    with pytest.raises(ConfigError) as error:
+        read(f"{key}: true\n")
+    (problem,) = [problem for problem in error.value.problems if ":1: " in problem]
+    assert problem.endswith(f"{key} is given on the command line, not in a file")
+
+
+def test_the_name_of_an_unknown_setting_is_printable(read):
+    with pytest.raises(ConfigError) as error:
+        read('"num\\0layers": 3\n')
+    assert any("unknown setting 'num\\x00layers'" in problem for problem in error.value.problems)

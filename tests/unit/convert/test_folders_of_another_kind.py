@@ -1,0 +1,135 @@
+"""What looks like a model and is none is named for what it is, with what to give instead."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from token_files import write
+
+from megatron.convert import model_from_hf_config, open_any
+from megatron.convert.formats.read_torch_file import read_torch_file
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.lfs_pointer import LFS_POINTER
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.dist_checkpointing.manifest_format import CheckpointError
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.training.arguments.command_line import parse_args
+from tools import checkpoint_inspect
+
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5ea423c2713d436b5ee50593a9640e0018c\nsize 1234\n"
+)
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8},
+    **{"num_attention_heads": 1, "max_position_embeddings": 8},
+}
+TABLE = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def test_pointers_of_git_lfs_are_named_wherever_a_file_is_read(folder: Path):
+    for name in ("model.safetensors", "tokenizer.json", "vocab.txt", "tokenizer.model", "rank.pt"):
+        (folder / name).write_bytes(POINTER)
+    readers = [
+        lambda: open_any(folder),
+        lambda: build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder))),
+        lambda: build_tokenizer(TokenizerConfig("BertWordPieceCase", vocab_file=str(folder / "vocab.txt"))),
+        lambda: read_torch_file(folder / "rank.pt", "rank.pt"),
+    ]
+    for read in readers:
+        with pytest.raises((ConfigError, CheckpointError, ValueError), match=LFS_POINTER):
+            read()
+    (folder / "config.json").write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=LFS_POINTER):
+        model_from_hf_config(folder)
+    prefix = write(folder / "data", [[[1, 2, 3]]], np.uint16)
+    Path(f"{prefix}.idx").write_bytes(POINTER)
+    with pytest.raises(ValueError, match=LFS_POINTER):
+        IndexedDataset(prefix)
+
+
+def refusals(path: Path) -> list[str]:
+    """What the converter, --hf-config, --load and checkpoint_inspect say of a folder."""
+    told = []
+    for read in (
+        lambda: open_any(path),
+        lambda: model_from_hf_config(path),
+        lambda: checkpoint_inspect.opened(str(path), None),
+    ):
+        with pytest.raises(ConfigError) as error:
+            read()
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_adapter_of_peft_is_named_with_its_base(beside: bool, tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    if beside:  # some tools copy the base's config.json
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        with pytest.raises(ConfigError, match=r"an adapter of PEFT of 'org/base'.*merge_and_unload"):
+            open_any(tmp_path)
+        return
+    assert all("an adapter of PEFT of 'org/base'" in told for told in refusals(tmp_path))
+
+
+def test_a_hub_cache_and_a_model_in_it_are_named_with_a_snapshot(tmp_path: Path):
+    model = tmp_path / "hub/models--org--base"
+    snapshot = model / "snapshots/0123abc"
+    for path in (snapshot, model / "refs", model / "blobs"):
+        path.mkdir(parents=True)
+    assert all(f"a cache of the hub; give a snapshot in it: {snapshot}" in told for told in refusals(tmp_path / "hub"))
+    assert all(f"in the hub's cache; give a snapshot in it: {snapshot}" in told for told in refusals(model))
+    os.rmdir(snapshot)
+    assert all("without a snapshot" in told for told in refusals(model))
+
+
+def test_a_folder_of_another_project_is_inspected(folder: Path, capsys):
+    """Two of them are compared by their bytes: they hold no hashes."""
+    other = folder / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(LLAMA))
+    header = json.dumps({TABLE: {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}).encode()
+    for root, value in ((folder, 0), (other, 1)):
+        data = np.full((8, 8), value, np.float32).tobytes()
+        (root / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    assert checkpoint_inspect.main(["--load", str(folder), "--verify"]) == 0
+    said = capsys.readouterr().out
+    assert "1 tensors of float32, 64 elements" in said and "hold no hashes" in said
+    assert checkpoint_inspect.main(["--load", str(folder), "--compare", str(other)]) == 1
+    assert "64 of 64 elements differ" in capsys.readouterr().out
+    assert checkpoint_inspect.main(["--load", str(folder), "--compare", str(folder)]) == 0
+
+
+MOVED = "is no longer at"
+
+
+def test_a_tokenizer_that_has_moved_with_its_folder_is_found_or_what_to_give_is_said(tmp_path: Path):
+    """At a resume from the run's own checkpoint; by --pretrained-checkpoint, or named with the flag to give."""
+    from whole_run import run
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
+    first = tmp_path / "first"
+    first.mkdir()
+    (first / "vocab.txt").write_text("\n".join(words) + "\n")
+    bert = f"--tokenizer-type BertWordPieceCase --vocab-file {first}/vocab.txt --make-vocab-size-divisible-by 8"
+    tiny = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --micro-batch-size 1"
+    run(f"{bert} --train-iters 1 --save {tmp_path}/run --lr 1 --eval-iters 0 --device cpu", tiny=tiny.split())
+    first.rename(tmp_path / "second")
+    rest = f"--mock-data --micro-batch-size 1 --lr 1 --train-iters 2 --load {tmp_path}/run --use-checkpoint-args"
+    with pytest.raises(
+        ConfigError, match=rf"{MOVED} {first}/vocab.txt; give --vocab-file .* or --pretrained-checkpoint"
+    ):
+        parse_args(rest.split())
+    config = parse_args([*rest.split(), "--pretrained-checkpoint", str(tmp_path / "second")]).config
+    assert config.tokenizer.vocab_file == f"{tmp_path}/second/vocab.txt"
+    config = parse_args([*rest.split(), "--vocab-file", f"{tmp_path}/second/vocab.txt"]).config
+    assert config.tokenizer.vocab_file == f"{tmp_path}/second/vocab.txt"
