@@ -224,8 +224,9 @@ def copy_aux_files(
 ) -> list[str]:
     """Copy the files of the folder `chosen`, by default those of the origin, unchanged; return their names.
 
-    tokenizer_config.json and special_tokens_map.json may change their spelling, for transformers 4. note: called with a line about files that
-    are missing. Raises CheckpointError or OSError for a file of `chosen`, or for one that cannot be written.
+    tokenizer_config.json and special_tokens_map.json may change their spelling, for transformers 4. note: called with a
+    line about files that are missing. Raises CheckpointError or OSError for a file of `chosen`, or for one that cannot
+    be written.
     """
     if chosen is not None:
         return write_aux_files({name: read_aux_file(chosen, name) for name in aux_files_in(chosen)}, target)

@@ -361,7 +361,8 @@ def examine_without_device(config: Config, world_size: int, rules: ModelRules) -
     other_model = other_model_problem(config, rules)
     if other_model is not None:
         return [other_model], tokenizer
-    problems = problems + hf_config_problems(config) + rules.problems(config, tokenizer)
+    problems = problems + hf_config_problems(config) + rules.expert_problems(config)
+    problems += rules.problems(config, tokenizer)
     return problems, tokenizer
 
 

@@ -14,9 +14,9 @@ def samples_to_request(
 ) -> list[int | None]:
     """Return the samples of [train, valid, test] for a run resumed at `state`.
 
-    batch_sizes: global, of training at the end of a ramp and of validation. None for a validation set that is read whole, which is one epoch; with
-    mock data --eval-iters batches instead. A resumed run requests at least as many training samples as before, as a
-    data set's order may depend on the number requested.
+    batch_sizes: global, of training at the end of a ramp and of validation. None for a validation set that is read
+    whole, which is one epoch; with mock data --eval-iters batches instead. A resumed run requests at least as many
+    training samples as before, as a data set's order may depend on the number requested.
     """
     train_size, eval_size = batch_sizes
     train, valid, test = requested_samples(

@@ -128,8 +128,9 @@ def requested_samples(
 ) -> list[int]:
     """Return the samples that a run draws from [train, valid, test].
 
-    eval_batch_size: global batch size of validation and test; default: that of training. Validation runs every `eval_interval` iterations and once at the end. A run resumed at `iteration` has `consumed`
-    samples behind it, in batches of perhaps another size; they count too.
+    eval_batch_size: global batch size of validation and test; default: that of training. Validation runs every
+    `eval_interval` iterations and once at the end. A run resumed at `iteration` has `consumed` samples behind it, in
+    batches of perhaps another size; they count too.
     """
     evaluations = 1
     if eval_interval:

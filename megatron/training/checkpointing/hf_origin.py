@@ -84,7 +84,8 @@ def _updated(
     if not is_other_tokenizer or not provenance.files:
         return provenance
     print_rank_0(
-        f"this run's tokenizer is not that of {provenance.folder}: folders that are written of the model carry this run's, where transformers has one with its ids"
+        f"this run's tokenizer is not that of {provenance.folder}: folders that are written of the model carry this run's, "
+        "where transformers has one with its ids"
     )
     return provenance.without_tokenizer()
 
