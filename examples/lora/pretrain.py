@@ -36,8 +36,7 @@ def add_own_flags(parser: ArgumentParser) -> ArgumentParser:
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
     model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
-    given = vars(get_args())  # flags that were left out are missing
-    config = build(LoRAConfig, {name: given[name] for name in ("lora_rank", "lora_alpha") if name in given})
+    config = build(LoRAConfig, vars(get_args()))
     add_lora(model, config.lora_rank, config.lora_alpha)
     model.model_name = (
         "GPTModel"  # so that a GPT's checkpoint loads: adapters add parameters, and change nothing at first
