@@ -25,8 +25,8 @@ from megatron.training import get_args, pretrain
 class LoRAConfig:
     """low-rank adapters"""
 
-    lora_rank: int = option(8, "rank of each adapter")
-    lora_alpha: float = option(16.0, "adapters are multiplied by alpha / rank")
+    lora_rank: int = option(8, "rank of each adapter", of_model=True)
+    lora_alpha: float = option(16.0, "adapters are multiplied by alpha / rank", of_model=True)
 
 
 def add_own_flags(parser: ArgumentParser) -> ArgumentParser:

@@ -307,7 +307,11 @@ def check_same_model(
     """
     config = runtime.config
     changes = _changes(runtime, saved)
-    problems = [f"{source} holds another model; {_difference(change)}" for change in changes.model]
+    problems = []
+    for change in changes.model:
+        if change.is_new and not resumes:
+            continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
+        problems.append(f"{source} holds another model; {_difference(change)}")
     if not config.checkpoint.allow_rope_change:
         for change in changes.rope:
             advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
@@ -388,6 +392,8 @@ def _is_other(saved: dict[str, Any], name: str, own: str | None) -> bool:
 
 
 def _difference(change: Change) -> str:
+    if change.is_new:
+        return f"{change.name}: the checkpoint has none, this run has {change.now}"
     before = f"{change.name}: the checkpoint has {change.before}"
     if change.is_unknown:
         return f"{before}; this code has no such setting: use the code that wrote it"
@@ -471,9 +477,10 @@ def print_changed_settings(runtime: Runtime, saved: dict[str, Any], *, resumes: 
         print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {shown(change.now)} now")
     own_names = {*saved["config"].get("own", ()), *(flag.name for flag in config.own.flags)}
     for change in changes.course:
-        if resumes or change.name in own_names:
+        if resumes or (change.name in own_names and not change.is_new):
+            before = "none" if change.is_new else shown(change.before)
             now = "unknown now" if change.is_unknown else f"{shown(change.now)} now"
-            print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {now}")
+            print_rank_0(f"{what} with another {change.name}: {before} before, {now}")
 
     # tokenizer, rotary angles, data, dropout masks
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):

@@ -143,6 +143,24 @@ RUNS = {  # sizes of the run that saves, with its flags
 }
 
 
+def test_a_base_lacks_the_flags_of_an_adapter_and_a_resume_does_not(tmp_path, capsys):
+    """The base is of pretrain_gpt.py: its weights mean the same at any rank of an adapter."""
+    own = example("pretrain")
+    parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
+    script = SimpleNamespace(**vars(pretrain_gpt) | parts)
+    train(pretrain_gpt, {}, f" --train-iters 1 --save {tmp_path / 'base'}")
+    base = f" --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    train(script, {}, f" --lora-rank 2 --train-iters 1 --save {tmp_path / 'adapted'}{base}")
+    assert "another lora_rank" not in capsys.readouterr().out
+    for flags, expected in (
+        (f"--lora-rank 4 --load {tmp_path / 'adapted'}", "lora_rank: the checkpoint has 2, this run has 4"),
+        (f"--lora-rank 4 --load {tmp_path / 'base'}", "lora_rank: the checkpoint has none, this run has 4"),
+        (f"--lora-rank 4 --finetune --load {tmp_path / 'adapted'}", "lora_rank: the checkpoint has 2, this run has 4"),
+    ):
+        with pytest.raises(RuntimeError, match=expected):
+            train(script, {}, f" --train-iters 2 {flags}")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_begins_from_a_base_saves_resumes_to_the_bit_and_reshards(name: str, tmp_path):
