@@ -38,9 +38,6 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
     config = build(LoRAConfig, vars(get_args()))
     add_lora(model, config.lora_rank, config.lora_alpha)
-    model.model_name = (
-        "GPTModel"  # so that a GPT's checkpoint loads: adapters add parameters, and change nothing at first
-    )
     return model
 
 

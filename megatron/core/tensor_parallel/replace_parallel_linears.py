@@ -51,5 +51,12 @@ def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
 
     for name, new in exchanged.items():
         path, _, attribute = name.rpartition(".")
+        new.kept_of_linear = tuple(key for key, _ in chunk.get_submodule(name).named_children())
         setattr(chunk.get_submodule(path), attribute, new)
     return list(exchanged)
+
+
+def modules_of_linear(module: nn.Module) -> list[nn.Module] | None:
+    """Return the submodules that a module in place of a linear has of that linear; None for any other module."""
+    names = getattr(module, "kept_of_linear", None)
+    return None if names is None else [module.get_submodule(name) for name in names]

@@ -298,12 +298,12 @@ def naming_source(source: str) -> Iterator[None]:
 
 
 def check_same_model(
-    runtime: Runtime, saved: dict[str, Any], model: str, source: str, *, resumes: bool, resizes: bool = False
+    runtime: Runtime, saved: dict[str, Any], models: Sequence[str], source: str, *, resumes: bool, resizes: bool = False
 ) -> None:
     """Refuse a checkpoint of another model or tokenizer, and if `resumes` of another precision; names all differences.
 
-    model: `model_name` of this run. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so
-    its size and the tokenizer may differ. Raises ConfigError.
+    models: names that the checkpoint's model may have, this run's `model_name` first. source: the checkpoint's flag and
+    folder. resizes: the vocabulary is resized, so its size and the tokenizer may differ. Raises ConfigError.
     """
     config = runtime.config
     changes = _changes(runtime, saved)
@@ -318,10 +318,10 @@ def check_same_model(
             problems.append(f"{source} holds another model; {_difference(change)}; {advice}")
 
     # the model's class, and what its attention computes
-    saved_model = saved.get("model", model)
-    if saved_model != model:
+    saved_model = saved.get("model", models[0])
+    if saved_model not in models:
         problems.append(
-            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {model}: run the script of the saved "
+            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {models[0]}: run the script of the saved "
             f'model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
         )
     attention = attention_problem(config, saved, source)

@@ -308,9 +308,12 @@ def _load_checkpoint(
 
     # refuse another model, another tokenizer
     check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
-    name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
+    modules = [chunk.module for chunk in chunks]
+    names = [model_name(modules, mesh["pp"], device)]
+    if not resumes:  # weights of a base that has no adapters yet
+        names.append(model_name(modules, mesh["pp"], device, of_base=True))
     check_same_model_and_optimizer.check_same_model(
-        runtime, checkpoint.state, name, source, resumes=resumes, resizes=resizes
+        runtime, checkpoint.state, names, source, resumes=resumes, resizes=resizes
     )
     warn_of_lost_buffers(checkpoint.state, source)
     is_other_tokenizer = tokenizer_check_and_embedding_resize.is_allowed_tokenizer_change(

@@ -18,7 +18,7 @@ from torch import nn
 from whole_run import TINY
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import load_whole_tensors
+from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.parallel.mesh import Mesh
@@ -143,6 +143,50 @@ RUNS = {  # sizes of the run that saves, with its flags
 }
 
 
+def block_of_page(text: str) -> dict:
+    """The names of the one Python block of docs/adding_a_model.md that contains the text."""
+    page = (ROOT / "docs" / "adding_a_model.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text in block)
+    names: dict = {}
+    exec(block, names)
+    return names
+
+
+def test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone(tmp_path):
+    """Whose model_provider declares no name. The checkpoint has the adapter's class in its model's name."""
+    add_ia3 = block_of_page("def add_ia3")["add_ia3"]
+
+    class Other(block_of_page("def add_ia3")["Scaled"]):
+        """Of the same parameters."""
+
+    def adapted(add):
+        def model_provider(pre_process=True, post_process=True, vp_stage=None):
+            model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
+            add(model)
+            return model
+
+        return SimpleNamespace(**vars(pretrain_gpt) | {"model_provider": model_provider})
+
+    tp2 = " --tensor-model-parallel-size 2"
+    train(pretrain_gpt, {}, f" --train-iters 1 --save {tmp_path / 'base'}")
+    base = f" --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    (begun,) = train(adapted(add_ia3), {}, f"{base} --train-iters 1 --save {tmp_path / 'adapted'}")
+    (of_base,) = train(pretrain_gpt, {}, f" --train-iters 1 --load {tmp_path / 'base'}")
+    assert all(torch.equal(begun[name], value) for name, value in of_base.items())
+    assert open_checkpoint(tmp_path / "adapted").state["model"] == "GPTModel of Scaled"
+    train(adapted(add_ia3), {"tp": 2}, f"{tp2} --train-iters 2 --load {tmp_path / 'adapted'}")
+
+    other = adapted(lambda model: replace_linears(model, lambda name, linear: Other(linear)))
+    for script, flags, this_run in (
+        (other, f"--load {tmp_path / 'adapted'}", "GPTModel of Other"),
+        (other, f"--finetune --load {tmp_path / 'adapted'}", "GPTModel of Other"),
+        (pretrain_gpt, f"--load {tmp_path / 'adapted'}", "GPTModel"),
+        (adapted(add_ia3), f"--load {tmp_path / 'base'}", "GPTModel of Scaled"),
+    ):
+        with pytest.raises(RuntimeError, match=f"the checkpoint has a .*, this run a {this_run}:"):
+            train(script, {}, f" --train-iters 2 {flags}")
+
+
 def test_a_base_lacks_the_flags_of_an_adapter_and_a_resume_does_not(tmp_path, capsys):
     """The base is of pretrain_gpt.py: its weights mean the same at any rank of an adapter."""
     own = example("pretrain")
@@ -204,10 +248,7 @@ def test_linears_are_exchanged_before_a_model_is_wrapped_and_with_their_paramete
 
 def test_the_adapter_of_the_page_trains_as_in_one_process():
     """docs/adding_a_model.md: vectors that multiply the outputs of every linear."""
-    page = (ROOT / "docs" / "adding_a_model.md").read_text()
-    (block,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def add_ia3" in text)
-    names: dict = {}
-    exec(block, names)
+    names = block_of_page("def add_ia3")
 
     def make(config, **parts) -> nn.Module:
         model = GPT.make(config, **parts)
