@@ -6,6 +6,7 @@ Other settings that have changed are printed.
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,7 @@ from megatron.training.global_vars import Runtime, print_rank_0
 
 _MODEL = "model/"
 _INNER_LAYER = re.compile(r"(\.layers\.\d+)\.layer\.")  # a script's own layer, as it was named inside of one of ours
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _POSITIONS = "embedding.position_embeddings.weight"
 _MAX_SHOWN = 3  # parameters in a message
 
@@ -118,7 +120,8 @@ def absent_parameters(
 
     model: name -> this rank's part. Every rank must call. Parameters of heads that the checkpoint's architecture does
     not have are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
-    and no optimizer state is loaded: its state of such a parameter would be missing too. Then a WARNING names each.
+    and no optimizer state is loaded: its state of such a parameter would be missing too. Then one WARNING names them, those
+    of all layers once.
     """
     state = checkpoint.state
     saved_names = {*checkpoint.names}
@@ -142,8 +145,12 @@ def absent_parameters(
         raise CheckpointError(checkpoint.folder, [f"lacks {with_hf_names(state, name)}" for name in others], advice)
     if missing_of_heads:
         print_rank_0(f"{source} has no {describe_heads(missing_of_heads)}, as its architecture: they get first values")
-    for name in others:
-        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, name)}: it gets first values")
+    if len(others) == 1:
+        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, others[0])}: it gets first values")
+    elif others:
+        by_layer = Counter(_LAYER_NUMBER.sub(".*.", with_hf_names(state, name)) for name in others)
+        listed = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in by_layer.items())
+        print_rank_0(f"WARNING: {source} lacks {len(others)} parameters, which get first values: {listed}")
     return {f"{_MODEL}{name}" for name in lacking}
 
 

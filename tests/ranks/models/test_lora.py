@@ -152,7 +152,7 @@ def block_of_page(text: str) -> dict:
     return names
 
 
-def test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone(tmp_path):
+def test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone(tmp_path, capsys):
     """Whose model_provider declares no name. The checkpoint has the adapter's class in its model's name."""
     add_ia3 = block_of_page("def add_ia3")["add_ia3"]
 
@@ -170,7 +170,11 @@ def test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone(tmp_pat
     tp2 = " --tensor-model-parallel-size 2"
     train(pretrain_gpt, {}, f" --train-iters 1 --save {tmp_path / 'base'}")
     base = f" --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    capsys.readouterr()
     (begun,) = train(adapted(add_ia3), {}, f"{base} --train-iters 1 --save {tmp_path / 'adapted'}")
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert "lacks 8 parameters, which get first values: " in warning
+    assert "language_model.decoder.layers.*.mlp.linear_fc1.ia3 (2)" in warning
     (of_base,) = train(pretrain_gpt, {}, f" --train-iters 1 --load {tmp_path / 'base'}")
     assert all(torch.equal(begun[name], value) for name, value in of_base.items())
     assert open_checkpoint(tmp_path / "adapted").state["model"] == "GPTModel of Scaled"
