@@ -137,6 +137,24 @@ def test_entries_may_be_other_than_keys_and_values(sizes, monkeypatch):
         assert all(torch.equal(a, b) for text, other in zip(own, wanted) for a, b in zip(text, other))
 
 
+def test_a_subclass_cannot_take_a_name_of_the_base():
+    """Whose columns would otherwise be counted in it."""
+
+    class Counted(Latents):
+        def __init__(self, starts, capacity, device="cpu"):
+            super().__init__(starts, capacity, device)
+            self.length = {}  # layer -> columns
+
+    with pytest.raises(AttributeError, match="Counted.length is AttentionCache's own; choose another name"):
+        Counted([0], 4)
+    for name in ("capacity", "starts", "mask", "positions", "append", "shares"):
+        with pytest.raises(AttributeError, match=f"Latents.{name} is"):
+            setattr(Latents([0], 4), name, None)
+    cache = Latents([0, 2], 4)
+    cache.advance(3)
+    assert (cache.length, cache.capacity, cache.starts.tolist(), cache.is_padded) == (3, 4, [0, 2], True)
+
+
 def test_a_cache_that_is_not_there_is_refused_with_those_that_are():
     model = build(single_rank_mesh(), LLAMA, sp=False)[0].module
     options = {"max_new_tokens": 1, "max_length": SEQ, "stop_id": None, "choose": [lambda x: 0]}
