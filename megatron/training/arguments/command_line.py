@@ -214,12 +214,17 @@ def parse_args(
     notes += _lines("WARNING", warned)
 
     # collect the values for `get_args()`
+    values = unsupported_flag_values(others) | _option_defaults(parser) | settings
+    return ParsedArgs(config, args_of(config, values), notes)
+
+
+def args_of(config: Config, values: Mapping[str, Any]) -> Arguments:
+    """Return what `get_args()` gives in a run with these settings. values: those that are no settings, by name."""
     fixed: dict[str, Any] = {}
     for component_values in config.component_values().values():
         fixed |= component_values
     fixed["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
-    values = unsupported_flag_values(others) | _option_defaults(parser) | settings | fixed | other_names_of(config)
-    return ParsedArgs(config, Arguments(values, fixed=fixed), notes)
+    return Arguments({**values, **fixed, **other_names_of(config)}, fixed=fixed)
 
 
 def _option_defaults(parser: FlagParser) -> dict[str, Any]:

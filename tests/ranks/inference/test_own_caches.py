@@ -145,10 +145,10 @@ def test_a_subclass_cannot_take_a_name_of_the_base():
             super().__init__(starts, capacity, device)
             self.length = {}  # layer -> columns
 
-    with pytest.raises(AttributeError, match="Counted.length is AttentionCache's own; choose another name"):
+    with pytest.raises(AttributeError, match=r"Counted\.length is AttentionCache's own; choose another name"):
         Counted([0], 4)
     for name in ("capacity", "starts", "mask", "positions", "append", "shares"):
-        with pytest.raises(AttributeError, match=f"Latents.{name} is"):
+        with pytest.raises(AttributeError, match=rf"Latents\.{name} is"):
             setattr(Latents([0], 4), name, None)
     cache = Latents([0, 2], 4)
     cache.advance(3)
