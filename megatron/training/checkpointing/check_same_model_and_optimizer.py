@@ -328,8 +328,8 @@ def check_same_model(
     saved_model = saved.get("model", models[0])
     if saved_model not in models:
         problems.append(
-            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {models[0]}: run the script of the saved "
-            f'model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
+            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {models[0]}: run the script of the "
+            f'saved model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
         )
     attention = attention_problem(config, saved, source)
     if attention is not None:

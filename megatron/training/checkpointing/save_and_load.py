@@ -52,6 +52,7 @@ from megatron.training.checkpointing.module_buffers import (
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
 from megatron.training.global_vars import Runtime, print_rank_0
 
 Chunks = Sequence[DistributedDataParallel]
@@ -230,6 +231,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
     world = runtime.mesh["world"]
     device = runtime.device.torch_device
     if config.load is None and config.pretrained_checkpoint is None:
+        initialize_from_weights(runtime, chunks, optimizer)
         return TrainState(origin=provenance_of_new_run(runtime)), None
 
     # a newer copy for restarts
@@ -241,6 +243,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
     # initial weights
     if start is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
+        initialize_from_weights(runtime, chunks, optimizer)
         return TrainState(origin=provenance_of_new_run(runtime)), None
 
     # a checkpoint, or an older one if it is damaged
@@ -362,6 +365,8 @@ def _load_checkpoint(
         optimizer.step_count = checkpoint.state["optimizer_steps"]
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
+    if absent:
+        initialize_from_weights(runtime, chunks, optimizer, {name.removeprefix(_MODEL) for name in absent})
     what = "checkpoint" if load_optimizer else "weights"
     print_rank_0(f"loaded {what} of iteration {checkpoint.iteration} from {start.root}")
     check_same_model_and_optimizer.print_changed_settings(runtime, checkpoint.state, resumes=resumes)
