@@ -24,8 +24,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
-from megatron.training.checkpointing.module_buffers import remember_and_warn_of_extra_states
 from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
+from megatron.training.checkpointing.module_buffers import remember_and_warn_of_extra_states
 from megatron.training.global_vars import Runtime, get_runtime
 from megatron.training.initialize import as_config_error
 from megatron.training.memory.memory_check import MemoryCapacity, check_capacity, warn_if_over_capacity

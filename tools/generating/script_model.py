@@ -25,7 +25,7 @@ from megatron.core.inference.load_model import (
 )
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.dropout import SampleDropoutKeys
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_global_state
@@ -39,7 +39,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.initialize import derived_settings
-from megatron.training.model_chunks import make_chunks
+from megatron.training.build_model_and_optimizer import make_chunks
 from megatron.training.training import Script
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel import collectives
-from megatron.core.parallel.grid import Axis
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box, slices
 from megatron.core.sharding.placement import pieces, placement_of
 

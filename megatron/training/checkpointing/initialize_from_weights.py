@@ -6,7 +6,7 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.gathered_parameters import FullParameters
+from megatron.core.distributed.sync_and_gather_params import FullParameters
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
 from megatron.core.sharding.initial_values import InitializesFromWeights

@@ -41,6 +41,7 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.checkpointing.frozen_weights import frozen_names, frozen_state, load_base
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
+from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.checkpointing.module_buffers import (
@@ -52,7 +53,6 @@ from megatron.training.checkpointing.module_buffers import (
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.checkpointing.registry_compatibility import functions_of
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
 from megatron.training.global_vars import Runtime, print_rank_0
 
 Chunks = Sequence[DistributedDataParallel]

@@ -15,11 +15,11 @@ from whole_run import TINY
 import pretrain_gpt
 from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.gather_whole_tensors import part_of_whole, whole_tensor
 from megatron.core.sharding.initial_values import InitializesFromWeights
 from megatron.core.sharding.placement import Constant, Placement
-from megatron.core.sharding.gather_whole_tensors import part_of_whole, whole_tensor
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.replace_linears import replace_linears
+from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 
 MODEL = " --num-layers 2 --hidden-size 24 --num-attention-heads 4 --override-opt_param-scheduler --lr-decay-iters 9 "
 LLAMA = (
@@ -76,7 +76,7 @@ def train(script, sizes: dict[str, int], flags: str) -> None:
     run_ranks(sizes, train_rank, ranks_per_kv_head=groups)
 
 
-STILL = " --lr 1e-30"  # a step that changes no value
+STILL = " --lr 1e-30"  # a step that changes no value but 0
 TP2 = " --tensor-model-parallel-size 2"
 LAYOUTS = {
     "tp sp pp": ({"tp": 2, "pp": 2}, f"{TP2} --sequence-parallel --pipeline-model-parallel-size 2"),
@@ -129,7 +129,9 @@ def test_values_are_those_of_the_base_in_any_layout_and_not_set_again_at_a_resum
     before = saved(tmp_path / "begun")
     for folder in ("again", "tuned"):
         after = saved(tmp_path / folder)
-        assert all(torch.equal(after[name], x) for name, x in before.items() if name.startswith("model/"))
+        for name, x in before.items():
+            if name.startswith("model/"):
+                torch.testing.assert_close(after[name], x, rtol=0, atol=1e-25)  # a bias of 0 moves by the step's 1e-30
 
 
 @pytest.mark.parametrize(
