@@ -85,8 +85,11 @@ class RowLoRA(LoRA):
         return self.with_delta(x, self.tp.linear(h, self.lora_b))
 
 
-def add_lora(chunk: nn.Module, rank: int = 8, alpha: float = 16.0) -> list[str]:
-    """Freeze a model chunk and give each of its parallel linears an adapter; return the linears' names."""
+def add_lora(chunk: nn.Module, rank: int = 8, alpha: float = 16.0, *, output_layer: bool = False) -> list[str]:
+    """Freeze a model chunk and give each of its parallel linears an adapter; return the linears' names.
+
+    output_layer: also that of an output layer with a weight of its own.
+    """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
 
@@ -94,4 +97,4 @@ def add_lora(chunk: nn.Module, rank: int = 8, alpha: float = 16.0) -> list[str]:
         kind = ColumnLoRA if isinstance(linear, ColumnParallelLinear) else RowLoRA
         return kind(linear, rank, alpha)
 
-    return replace_linears(chunk, make)
+    return replace_linears(chunk, make, output_layer=output_layer)

@@ -36,10 +36,10 @@ from megatron.training.arguments.args_namespace import Arguments
 from megatron.training.arguments.checkpoint_args import words_of_setting
 from megatron.training.arguments.command_line import args_of, make_parser, parse_args
 from megatron.training.arguments.config import Config
+from megatron.training.build_model_and_optimizer import make_chunks
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.initialize import derived_settings
-from megatron.training.build_model_and_optimizer import make_chunks
 from megatron.training.training import Script
 
 

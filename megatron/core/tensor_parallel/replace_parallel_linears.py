@@ -11,14 +11,27 @@ ParallelLinear = ColumnParallelLinear | RowParallelLinear
 MakeLinear = Callable[[str, ParallelLinear], nn.Module | None]
 
 
-def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
+class ExchangesLinear(nn.Module):
+    """A module with a weight of a linear product of its own, such as the output layer: that product may be exchanged."""
+
+    def linear_to_exchange(self) -> ColumnParallelLinear | None:
+        """Return the product as a linear; None if the weight is another module's."""
+        raise NotImplementedError
+
+    def exchange_linear(self, new: nn.Module) -> None:
+        """Compute the product by `new`, which has the linear's forward."""
+        raise NotImplementedError
+
+
+def replace_linears(chunk: nn.Module, make: MakeLinear, *, output_layer: bool = False) -> list[str]:
     """Exchange parallel linears of a model chunk; return the names of those that were exchanged.
 
     make(name, linear) -> the module in its place, with the same forward; None: the linear stays. It must hold the
     linear's Parameter objects under their names (`weight`, `bias`), so that seeds, checkpoints and placements stay, and
     its `matmul_state` if a `MatmulBackend` has one; it may have more. A model_provider calls this before it returns the
     model: a DistributedDataParallel moves the parameters into buffers. Nothing is communicated, but every rank must
-    exchange the same linears.
+    exchange the same linears. output_layer: also that of an untied output layer, a column-parallel linear without a bias;
+    what is exchanged is then its submodule `linear`, and the weight keeps its name.
 
     Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters or
     state; then nothing has been exchanged.
@@ -32,7 +45,10 @@ def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
 
     # make all first, so that an error leaves the model as it was
     exchanged: dict[str, nn.Module] = {}
-    for name, linear in list(chunk.named_modules()):
+    for name, module in list(chunk.named_modules()):
+        linear = module
+        if output_layer and isinstance(module, ExchangesLinear):
+            linear = module.linear_to_exchange()
         if not isinstance(linear, ParallelLinear):
             continue
         new = make(name, linear)
@@ -51,8 +67,13 @@ def replace_linears(chunk: nn.Module, make: MakeLinear) -> list[str]:
 
     for name, new in exchanged.items():
         path, _, attribute = name.rpartition(".")
-        new.kept_of_linear = tuple(key for key, _ in chunk.get_submodule(name).named_children())
-        setattr(chunk.get_submodule(path), attribute, new)
+        before = chunk.get_submodule(name)
+        if isinstance(before, ExchangesLinear):
+            new.kept_of_linear = ()
+            before.exchange_linear(new)
+        else:
+            new.kept_of_linear = tuple(key for key, _ in before.named_children())
+            setattr(chunk.get_submodule(path), attribute, new)
     return list(exchanged)
 
 

@@ -1,8 +1,9 @@
 """Initial values that follow from other weights (`InitializesFromWeights`), set once a run has its weights."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DistributedDataParallel
@@ -27,14 +28,15 @@ def initialize_from_weights(
     follow; None: there is none yet. Raises ConfigError if a frozen weight changes in a run that does not save it.
     """
     mesh = runtime.mesh
-    modules: list[tuple[InitializesFromWeights, list[str]]] = []  # each with the names of its parameters
+    modules: list[tuple[InitializesFromWeights, dict[str, nn.Parameter]]] = []  # each with its parameters by name
     for chunk in chunks:
-        for prefix, module in chunk.module.named_modules():
+        names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+        for module in chunk.module.modules():
             if not isinstance(module, InitializesFromWeights):
                 continue
-            names = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()]
-            if drawn is None or any(name in drawn for name in names):
-                modules.append((module, names))
+            parameters = {names[id(parameter)]: parameter for parameter in _parameters_of(module)}
+            if drawn is None or not parameters.keys().isdisjoint(drawn):
+                modules.append((module, parameters))
 
     # a base that is not saved must be loadable again, as it is
     device = runtime.device.torch_device
@@ -44,17 +46,22 @@ def initialize_from_weights(
         if collectives.all_reduce(ranks_with_modules, mesh["world"]).item():
             before = frozen_state(chunks, mesh, device)
 
-    for module, names in modules:
-        parameters = list(module.parameters())
-        with FullParameters(parameters, keeps_own=True):
+    for module, parameters in modules:
+        with FullParameters(parameters.values(), keeps_own=True):
             module.initialize_from_weights()
-            for parameter in parameters:  # another kind of processor may have rounded otherwise
+            for parameter in parameters.values():  # another kind of processor may have rounded otherwise
                 collectives.broadcast(parameter.data, mesh.grad_axes(parameter.placement.reduce_over).reduce)
         if optimizer is not None:
-            optimizer.reload_masters(names)
+            optimizer.reload_masters(parameters)
 
     if before is not None and frozen_state(chunks, mesh, device) != before:
         raise ConfigError(
             "--no-save-frozen: a module's initialize_from_weights has changed frozen weights, so that the base no longer has "
             "them; leave the flag out, or keep the difference in a parameter or buffer of the module"
         )
+
+
+def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's parameters, and a weight that it shares with the module around it: the output layer's."""
+    yield from module.parameters()
+    yield from (value for value in vars(module).values() if isinstance(value, nn.Parameter))

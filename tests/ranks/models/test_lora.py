@@ -13,7 +13,7 @@ from local_ranks import run_ranks
 from measured_memory import SMALL, check
 from same_code import ROOT
 from script_run import trainer_of
-from tiny_run import GPT, GPT2, LLAMA, TINY_GPT2, Layout, Outcome, assert_equal, build_chunks, run
+from tiny_run import GPT, GPT2, LLAMA, TINY_GPT2, TINY_LLAMA, Layout, Outcome, assert_equal, build_chunks, run
 from torch import nn
 from whole_run import TINY
 
@@ -73,8 +73,9 @@ LORA = example()
 
 def adapted(config, **parts) -> nn.Module:
     model = GPT.make(config, **parts)
-    names = LORA.add_lora(model, rank=2, alpha=4.0)
-    assert len(names) == 4 * len(model.language_model.decoder.layers)
+    names = LORA.add_lora(model, rank=2, alpha=4.0, output_layer=True)
+    has_head = parts.get("post_process", True) and config.untie_embeddings_and_output_weights
+    assert len(names) == 4 * len(model.language_model.decoder.layers) + has_head
     for name, parameter in model.named_parameters():
         if "lora_b" in name:  # else A has no gradient in the first step
             parameter.placement = replace(parameter.placement, init=LORA.Normal(0.1))
@@ -82,7 +83,8 @@ def adapted(config, **parts) -> nn.Module:
 
 
 ADAPTED = replace(GPT, make=adapted)
-MODELS = {"gpt2": GPT2, "llama": LLAMA}  # LayerNorm, biases and tied embeddings; grouped queries and a fused gate
+# LayerNorm, biases and tied embeddings; grouped queries, a fused gate and an output layer of its own, in tiles
+MODELS = {"gpt2": GPT2, "llama": replace(LLAMA, tiled_loss=2, final_logit_softcapping=30.0)}
 
 
 @cache
@@ -246,6 +248,18 @@ def test_linears_are_exchanged_before_a_model_is_wrapped_and_with_their_paramete
         only = lambda name, linear: LORA.ColumnLoRA(linear, 2, 2.0) if name.endswith("fc1") else linear  # noqa: E731
         assert all(name.endswith("linear_fc1") for name in replace_linears(model, only))
         assert sum(isinstance(module, ColumnParallelLinear) for module in model.modules()) == 2
+
+        own = GPT.make(TINY_LLAMA, vocab_size=61, layers=range(2), context=chunks[0].module.context)
+        before = [name for name, _ in own.named_parameters()]
+        column = lambda name, linear: LORA.ColumnLoRA(linear, 2, 2.0) if name.endswith("output_layer") else None  # noqa: E731
+        assert replace_linears(own, column) == [], "the output layer only where it is asked for"
+        assert replace_linears(own, column, output_layer=True) == ["language_model.output_layer"]
+        after = [name for name, _ in own.named_parameters()]
+        assert [name for name in after if "lora" not in name] == before
+        assert [name for name in after if "lora" in name] == [
+            f"language_model.output_layer.linear.lora_{factor}" for factor in "ab"
+        ]
+        assert replace_linears(model, column, output_layer=True) == [], "a tied one has the embedding's weight"
 
     run_ranks({}, work)
 

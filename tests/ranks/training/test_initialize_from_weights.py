@@ -25,7 +25,7 @@ MODEL = " --num-layers 2 --hidden-size 24 --num-attention-heads 4 --override-opt
 LLAMA = (
     "--group-query-attention --num-query-groups 1 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
 )
-ROWS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+ROWS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
 
 
 class Weighed(InitializesFromWeights):
@@ -60,7 +60,7 @@ class Weighed(InitializesFromWeights):
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None):
     model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
-    replace_linears(model, Weighed)
+    replace_linears(model, Weighed, output_layer=True)
     return model
 
 
@@ -93,9 +93,9 @@ def saved(folder: Path) -> dict[str, Tensor]:
 def assert_derived(tensors: dict[str, Tensor], base: dict[str, Tensor], **how) -> None:
     """Against the base's weights, as formulas say."""
     weights = [name for name in base if name.split(".")[-2] in ROWS and name.endswith("weight") and "model/" in name]
-    assert len(weights) == 8
+    assert len(weights) in (8, 9)
     for name in weights:
-        norms = tensors[name.replace("weight", "norms")]
+        norms = tensors[name.replace("output_layer", "output_layer.linear").replace("weight", "norms")]
         torch.testing.assert_close(norms, base[name].to(norms.dtype).norm(dim=1), **how)
         torch.testing.assert_close(tensors[name], base[name] / 2, **how)
 
@@ -112,7 +112,8 @@ def test_values_are_those_of_the_base_in_any_layout_and_not_set_again_at_a_resum
     Weighed.calls.clear()
     train(WEIGHED, sizes, f"{begin} {STILL} --save {tmp_path / 'begun'}")
     ranks_of_a_layer = sizes.get("tp", 1) * sizes.get("dp", 1)
-    assert len(Weighed.calls) == 8 * ranks_of_a_layer, "once on each rank that has the module"
+    num_modules = 9 if model else 8  # the last is an output layer with a weight of its own
+    assert len(Weighed.calls) == num_modules * ranks_of_a_layer, "once on each rank that has the module"
     base = saved(tmp_path / "base")
     assert_derived(saved(tmp_path / "begun"), base, rtol=1e-14, atol=1e-15)
 
@@ -151,7 +152,7 @@ def test_masters_of_half_precision_follow(sizes, flags, tmp_path):
     tensors, base = saved(tmp_path / "begun"), saved(tmp_path / "base")
     assert_derived(tensors, base, rtol=1e-2, atol=1e-6)
     for name, master in tensors.items():
-        if name.startswith("optimizer/master/") and "linear" in name and "bias" not in name:
+        if name.startswith("optimizer/master/") and ("linear" in name or "output_layer" in name) and "bias" not in name:
             assert torch.equal(master.bfloat16(), tensors[name.replace("optimizer/master", "model")])
 
 
