@@ -1,14 +1,48 @@
-"""Linears of a built model are exchanged before it is wrapped: for adapters, and for products of one's own."""
+"""Linears of a built model are exchanged before it is wrapped: for adapters, and for products of one's own.
+
+replace_linears      exchanges them
+output_parameter     a parameter [out, ..] of an adapter, of which a rank has the part of its linear's output
+input_parameter      a parameter [.., in] of an adapter, of which a rank has the part of its linear's input
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
 from megatron.core.ops.main_grad_interface import grad_sink_of
+from megatron.core.sharding.placement import InitialValue, Placement
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
 MakeLinear = Callable[[str, ParallelLinear], nn.Module | None]
+
+
+def output_parameter(linear: ParallelLinear, *more: int, init: InitialValue) -> nn.Parameter:
+    """Make a parameter [out, *more], of which each rank has the rows that it has of the linear's output.
+
+    Of a column-parallel linear they are sharded as the rows of its weight are: [out/t, *more] on a rank. Of a row-parallel
+    one every rank has all; under sequence parallelism it works on its own tokens, so the gradient is a partial sum. init:
+    of the whole parameter.
+    """
+    whole = (linear.weight.placement.shape[0], *more)
+    if isinstance(linear, RowParallelLinear):
+        return linear.tp.replicated(whole, init)
+    local = (linear.weight.shape[0], *more)
+    return linear.tp.parameter(local, replace(linear.weight.placement, shape=whole, init=init))
+
+
+def input_parameter(linear: ParallelLinear, *before: int, init: InitialValue) -> nn.Parameter:
+    """Make a parameter [*before, in], of which each rank has the columns of the input features that it is given.
+
+    Of a row-parallel linear they are sharded: [*before, in/t] on a rank. Of a column-parallel one every rank has all; under
+    sequence parallelism it is given its own tokens, so the gradient is a partial sum. init: of the whole parameter.
+    """
+    whole = (*before, linear.weight.placement.shape[1])
+    if isinstance(linear, ColumnParallelLinear):
+        return linear.tp.replicated(whole, init)
+    local = (*before, linear.weight.shape[1])
+    return linear.tp.parameter(local, Placement(whole, init, shard={linear.tp.axis.name: len(before)}))
 
 
 class ExchangesLinear(nn.Module):

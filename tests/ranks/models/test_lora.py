@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from documents import names_of_block
 from local_ranks import run_ranks
 from measured_memory import SMALL, check
 from same_code import ROOT
@@ -69,6 +70,7 @@ def example(name: str = "lora"):
 
 
 LORA = example()
+PAGE = "adding_a_model.md"
 
 
 def adapted(config, **parts) -> nn.Module:
@@ -145,20 +147,11 @@ RUNS = {  # sizes of the run that saves, with its flags
 }
 
 
-def block_of_page(text: str) -> dict:
-    """The names of the one Python block of docs/adding_a_model.md that contains the text."""
-    page = (ROOT / "docs" / "adding_a_model.md").read_text()
-    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text in block)
-    names: dict = {}
-    exec(block, names)
-    return names
-
-
 def test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone(tmp_path, capsys):
     """Whose model_provider declares no name. The checkpoint has the adapter's class in its model's name."""
-    add_ia3 = block_of_page("def add_ia3")["add_ia3"]
+    add_ia3 = names_of_block(PAGE, "def add_ia3")["add_ia3"]
 
-    class Other(block_of_page("def add_ia3")["Scaled"]):
+    class Other(names_of_block(PAGE, "def add_ia3")["Scaled"]):
         """Of the same parameters."""
 
     def adapted(add):
@@ -266,7 +259,7 @@ def test_linears_are_exchanged_before_a_model_is_wrapped_and_with_their_paramete
 
 def test_the_adapter_of_the_page_trains_as_in_one_process():
     """docs/adding_a_model.md: vectors that multiply the outputs of every linear."""
-    names = block_of_page("def add_ia3")
+    names = names_of_block(PAGE, "def add_ia3")
 
     def make(config, **parts) -> nn.Module:
         model = GPT.make(config, **parts)
@@ -275,6 +268,61 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
 
     scaled = partial(run, LLAMA, subject=replace(GPT, make=make), steps=2, global_batch=12)
     assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        pytest.param(Layout(tp=2, sp=True, pp=2, m=3), GPT2, id="sp pp"),
+        pytest.param(Layout(tp=2, m=3), LLAMA, id="tp", marks=pytest.mark.full),
+        pytest.param(
+            Layout(tp=4, dp=2, m=3, data_parallel=AHEAD), replace(LLAMA, num_query_groups=2), id="zero 3, shared heads"
+        ),
+    ],
+)
+def test_the_low_rank_adapter_of_the_page_trains_as_in_one_process(layout: Layout, config):
+    """docs/adding_a_model.md: DoRA, from drawn factors and magnitudes that are no norms, so that all of it has gradients."""
+    names = names_of_block(PAGE, "def add_dora")
+
+    def make(config, **parts) -> nn.Module:
+        model = GPT.make(config, **parts)
+        names["add_dora"](model, 2, 8.0)
+        for name, parameter in model.named_parameters():
+            if "dora_b" in name:
+                parameter.placement = replace(parameter.placement, init=LORA.Normal(0.1))
+        return model
+
+    adapted_run = partial(run, config, subject=replace(GPT, make=make), steps=2, global_batch=12)
+    got = adapted_run(layout)
+    assert_equal(got, adapted_run(Layout()), 1e-10)
+    trained = {key.split(".")[-1] for key, grad in got.grads[-1].items() if grad.abs().max() > 0}
+    assert trained == {"dora_a", "dora_b", "magnitude"}
+
+
+def test_the_low_rank_adapter_of_the_page_begins_as_its_base(tmp_path, capsys):
+    """Its magnitudes begin as the norms of the base's rows, so that its first loss is the base's."""
+    names = names_of_block(PAGE, "def add_dora")
+
+    def model_provider(pre_process=True, post_process=True, vp_stage=None):
+        model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
+        names["add_dora"](model)
+        return model
+
+    script = SimpleNamespace(**vars(pretrain_gpt) | {"model_provider": model_provider})
+    train(pretrain_gpt, {}, f" --fp64 --train-iters 1 --save {tmp_path / 'base'}")
+    begin = f" --fp64 --lr 1e-3 --train-iters 1 --log-interval 1 --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    capsys.readouterr()
+    train(pretrain_gpt, {}, begin)
+    (expected,) = re.findall(r"lm loss: (\S+)", capsys.readouterr().out)
+    for sizes, flags in (({}, ""), ({"tp": 2}, " --tensor-model-parallel-size 2 --sequence-parallel")):
+        train(script, sizes, f"{begin}{flags} --save {tmp_path / 'adapted'}")
+        assert set(re.findall(r"lm loss: (\S+)", capsys.readouterr().out)) == {expected}
+    base, adapted_tensors = load_whole_tensors(tmp_path / "base"), load_whole_tensors(tmp_path / "adapted")
+    magnitudes = [name for name in adapted_tensors if name.startswith("model/") and name.endswith("magnitude")]
+    assert len(magnitudes) == 8
+    for name in magnitudes:  # after a step of at most the learning rate
+        norms = base[name.replace("magnitude", "weight")].norm(dim=1)
+        torch.testing.assert_close(adapted_tensors[name], norms, rtol=0, atol=1.1e-3)
 
 
 @pytest.mark.full
