@@ -52,6 +52,7 @@ class CheckpointInspectConfig(FlagConfig):
         None, "list or compare only tensors whose names match this regular expression", metavar="REGEX"
     )
     compare: str | None = option(None, "another checkpoint folder, to compare tensor by tensor", metavar="DIR")
+    tolerance: float = option(0.0, "--compare: largest difference of two elements that count as equal")
     compare_step: WholeNumber | None = option(None, "iteration of --compare; default: the latest")
     png: str | None = option(None, "PNG file: draw where the tensors differ", metavar="FILE")
     max_pictures: Count = option(4, "most pictures of differing tensors to print")
@@ -60,6 +61,10 @@ class CheckpointInspectConfig(FlagConfig):
         yield from missing(self, "load")
         if self.compare is None and (self.png is not None or self.compare_step is not None):
             yield "--png and --compare-step need --compare, the checkpoint to compare with"
+        if self.tolerance and self.compare is None:
+            yield "--tolerance needs --compare, the checkpoint to compare with"
+        if not self.tolerance >= 0:
+            yield f"--tolerance is {self.tolerance}; it must be at least 0, where every bit counts"
         try:
             re.compile(self.tensors or "")
         except re.error as error:
@@ -176,19 +181,23 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return tensor
 
 
-def difference(name: str, a: Tensor, b: Tensor) -> Difference | None:
-    """Compare two tensors a and b of one shape and dtype; return None if every bit is equal.
+def difference(name: str, a: Tensor, b: Tensor, tolerance: float = 0.0) -> Difference | None:
+    """Compare two tensors a and b of one shape and dtype; return None if no element differs by more than `tolerance`.
 
     They may have any shape; as matrices, the rows are those of the first dimension, or one row below two dimensions.
-    Since bits are compared, 0.0 and -0.0 differ, and NaNs with the same bits do not.
+    With tolerance 0 bits are compared: 0.0 and -0.0 differ. NaNs with the same bits do not differ, and a NaN differs from
+    any number.
     """
     if not a.numel():
         return None
     differs_in_byte = a.flatten().view(torch.uint8) != b.flatten().view(torch.uint8)  # [elements * bytes]
     differs = differs_in_byte.view(-1, a.element_size()).any(dim=1)  # [elements]
+    gaps = (a.double() - b.double()).abs().flatten()  # [elements]
+    if tolerance:
+        differs &= ~(gaps <= tolerance)  # so that a NaN counts
     if not bool(differs.any()):
         return None
-    gaps = (a.double() - b.double()).abs().flatten()[differs]
+    gaps = gaps[differs]
     finite_gaps = gaps[gaps.isfinite()]
     largest = float(finite_gaps.max()) if finite_gaps.numel() else float("nan")
     num_rows = 1 if a.dim() < 2 else a.shape[0]
@@ -219,11 +228,11 @@ def shares(mask: Tensor, max_rows: int, max_columns: int) -> Tensor:
     return cells
 
 
-def compare_tensors(a: Checkpoint, b: Checkpoint, pattern: str) -> Iterator[str | Difference]:
+def compare_tensors(a: Checkpoint, b: Checkpoint, pattern: str, tolerance: float = 0.0) -> Iterator[str | Difference]:
     """Yield the differences of the tensors whose names match.
 
     A line for each tensor that only one checkpoint has, or that has another shape or dtype; a `Difference` for each
-    whose bits differ.
+    that differs by more than `tolerance`.
     """
     records_a = a.manifest.tensors
     records_b = b.manifest.tensors
@@ -240,7 +249,7 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, pattern: str) -> Iterator[str 
             kinds = (f"{record.dtype} {tuple(record.shape)}" for record in (record_a, record_b))
             yield f"  {name}: {' and '.join(kinds)}"
         elif not _have_equal_hashes(record_a, record_b):  # else they need not be read: the bits are equal
-            found_difference = difference(name, read_tensor(a, name), read_tensor(b, name))
+            found_difference = difference(name, read_tensor(a, name), read_tensor(b, name), tolerance)
             if found_difference is not None:
                 yield found_difference
 
@@ -290,13 +299,15 @@ def compare(a: Checkpoint, b: Checkpoint, config: CheckpointInspectConfig) -> bo
     # tensors
     lines = []
     differences = []
-    for item in compare_tensors(a, b, config.tensors or ""):
+    for item in compare_tensors(a, b, config.tensors or "", config.tolerance):
         if isinstance(item, Difference):
             differences.append(item)
         else:
             lines.append(item)
     num_different = len(lines) + len(differences)
-    print(f"compared with {b.folder}:", f"{num_different} tensor(s) differ" if num_different else "no tensor differs")
+    beyond = f" by more than {config.tolerance:g}" if config.tolerance else ""
+    verdict = f"{num_different} tensor(s) differ" if num_different else "no tensor differs"
+    print(f"compared with {b.folder}: {verdict}{beyond}")
     for line in lines:
         print(line)
     for number, item in enumerate(differences):

@@ -6,7 +6,8 @@
 
 Model and tokenizer are the checkpoint's, saved from any layout; if the tokenizer's files have moved, give --vocab-file,
 --merge-file or --tokenizer-model. The same --seed gives the same text in every layout. Only the first rank reads prompts and
-tokenizer files, and prints. --model mine/pretrain.py adds the tokenizers and attention kernels that your script registers.
+tokenizer files, and prints. --model mine/pretrain.py builds the model with that script's model_provider, and adds what the
+script registers: tokenizers, attention kernels, caches.
 """
 
 import argparse
@@ -64,9 +65,12 @@ from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
+from megatron.training.global_vars import set_runtime
 from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
+from megatron.training.training import Script
 from tools.errors import naming_flag
+from tools.generating.script_model import load_script_model
 from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
 from tools.generating.writer import Writer
 from tools.script import script_at
@@ -84,8 +88,8 @@ class GenerateConfig(FlagConfig):
     load: str | None = option(None, "checkpoint folder", metavar="DIR", required=True)
     model: str | None = option(
         None,
-        "script that trained the model; needed if it adds a tokenizer or an attention kernel; it runs up to its call "
-        "of pretrain()",
+        "script that trained the model, whose model_provider builds it; needed if the model is its own, or if it adds a "
+        "tokenizer, an attention kernel or a cache; it runs up to its call of pretrain()",
         metavar="FILE",
     )
     iteration: WholeNumber | None = option(
@@ -141,6 +145,7 @@ class Settings:
     sampling: SamplingConfig
     tokenizer_flags: dict[str, Any]  # override the checkpoint's tokenizer settings
     device: Device
+    script: Script | None = None  # of --model
 
 
 def read_settings(arguments: list[str] | None) -> Settings:
@@ -148,8 +153,7 @@ def read_settings(arguments: list[str] | None) -> Settings:
     values = read_flags(make_parser(), arguments)
     generation = build(GenerateConfig, values)
     sampling = build(SamplingConfig, values)
-    if generation.model is not None:
-        script_at(generation.model)  # for what it adds to the registries
+    script = None if generation.model is None else script_at(generation.model)
     if sampling.greedy and generation.num_samples > 1:
         raise ConfigError(f"--greedy gives {generation.num_samples} equal texts; leave out --num-samples")
 
@@ -172,7 +176,7 @@ def read_settings(arguments: list[str] | None) -> Settings:
     if local_rank is None:
         local_rank = parallel_state.launched_local_rank()
     device = Device.select(generation.device, local_rank)
-    return Settings(generation, sampling, tokenizer_flags, device)
+    return Settings(generation, sampling, tokenizer_flags, device, script)
 
 
 def make_parser() -> FlagParser:
@@ -189,9 +193,14 @@ def make_parser() -> FlagParser:
 # ---------------------------------------------------------------- the model
 
 
-def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device) -> tuple[nn.Module, Mesh]:
-    """Load this rank's stage of the checkpoint's model; return it and the mesh of its ranks. Every rank must call."""
-    saved = read_saved_settings(checkpoint.state, str(checkpoint.folder))
+def load_model(
+    settings: GenerateConfig, checkpoint: Checkpoint, device: Device, script: Script | None
+) -> tuple[nn.Module, Mesh]:
+    """Load this rank's stage of the checkpoint's model; return it and the mesh of its ranks. Every rank must call.
+
+    script: its model_provider builds the model; None: it is one of ours.
+    """
+    saved = read_saved_settings(checkpoint.state, str(checkpoint.folder), has_script=script is not None)
     tp_size = settings.tensor_model_parallel_size
     pp_size = settings.pipeline_model_parallel_size
 
@@ -215,6 +224,8 @@ def load_model(settings: GenerateConfig, checkpoint: Checkpoint, device: Device)
         ranks_per_kv_head=saved.transformer.ranks_per_kv_head(tp_size),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
+    if script is not None:
+        return load_script_model(script, checkpoint, saved, parallel, mesh, device), mesh
     load = load_t5 if is_t5(checkpoint.state) else load_gpt
     model = load(
         checkpoint,
@@ -245,7 +256,7 @@ class Prompts:
     def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
         """Read the prompts and build their tokenizer. Raises ValueError, OSError or ImportError."""
         # build the checkpoint's tokenizer, and refuse another one
-        saved = read_saved_settings(state, source)
+        saved = read_saved_settings(state, source, has_script=settings.script is not None)
         tokenizer_config = replace(saved.tokenizer, **settings.tokenizer_flags)
         for flag, reason in tokenizer_config.without_effect.items():
             if flag[2:].replace("-", "_") in settings.tokenizer_flags:
@@ -403,8 +414,8 @@ def run(settings: Settings, world: Axis) -> None:
                     genfile = open(path, "w", encoding="utf-8")  # noqa: SIM115  written until the process ends
     prompts = prompts.broadcast(world, device.torch_device)
 
-    model, mesh = load_model(generation, checkpoint, device)
-    for note in notes_on_checkpoint(checkpoint.state):
+    model, mesh = load_model(generation, checkpoint, device, settings.script)
+    for note in notes_on_checkpoint(checkpoint.state, has_script=settings.script is not None):
         log(note)
     log(f"iteration {checkpoint.iteration} of {generation.load} on {device.name}")
 
@@ -458,6 +469,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(message, file=sys.stderr)
         return 1 if settings else 2
     finally:
+        set_runtime(None)
         parallel_state.stop_distributed()
     return 0
 

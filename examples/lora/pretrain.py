@@ -25,8 +25,8 @@ from megatron.training import get_args, pretrain
 class LoRAConfig:
     """low-rank adapters"""
 
-    lora_rank: int = option(8, "rank of each adapter")
-    lora_alpha: float = option(16.0, "adapters are multiplied by alpha / rank")
+    lora_rank: int = option(8, "rank of each adapter", of_model=True)
+    lora_alpha: float = option(16.0, "adapters are multiplied by alpha / rank", of_model=True)
 
 
 def add_own_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -36,12 +36,8 @@ def add_own_flags(parser: ArgumentParser) -> ArgumentParser:
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
     model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
-    given = vars(get_args())  # flags that were left out are missing
-    config = build(LoRAConfig, {name: given[name] for name in ("lora_rank", "lora_alpha") if name in given})
+    config = build(LoRAConfig, vars(get_args()))
     add_lora(model, config.lora_rank, config.lora_alpha)
-    model.model_name = (
-        "GPTModel"  # so that a GPT's checkpoint loads: adapters add parameters, and change nothing at first
-    )
     return model
 
 

@@ -46,7 +46,10 @@ class SideBySideConfig:
 
 
 class SideBySideLayer(nn.Module):
-    """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles) -> the same shape."""
+    """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism), mask, angles, cache) -> the same shape.
+
+    The cache is for generation alone; the attention keeps its keys and values in it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext, *, own: SideBySideConfig):
         super().__init__()
@@ -56,9 +59,12 @@ class SideBySideLayer(nn.Module):
         self.mlp = ParallelMLP(config, layer, context)
         self.dropout = context.hidden_dropout(config.hidden_dropout, "side by side", layer)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
+    ) -> Tensor:
         normed = self.layernorm(x)
-        return x + self.dropout(self.scale * (self.self_attention(normed, mask, angles) + self.mlp(normed)))
+        attention_out = self.self_attention(normed, mask, angles, cache)
+        return x + self.dropout(self.scale * (attention_out + self.mlp(normed)))
 
 
 class SideBySideModel(GPTModel):

@@ -7,7 +7,7 @@
 
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,8 +36,7 @@ def add_own_flags(parser: ArgumentParser) -> None:
 
 def own(config_class: type) -> Any:
     """A config of this fork, from the command line."""
-    args = get_args()
-    return build(config_class, {f.name: getattr(args, f.name) for f in fields(config_class) if f.name in args})
+    return build(config_class, vars(get_args()))
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:

@@ -24,6 +24,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
+from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
 from megatron.training.checkpointing.module_buffers import remember_and_warn_of_extra_states
 from megatron.training.global_vars import Runtime, get_runtime
 from megatron.training.initialize import as_config_error
@@ -152,6 +153,7 @@ def setup_model_and_optimizer(
     schedule = learning_rate_schedule(runtime.config.learning_rate, runtime.run_length)
     with refuse_together(runtime):
         optimizer = build_optimizer(chunks, runtime, group_of)
+    initialize_from_weights(runtime, list(chunks.values()), optimizer)
     return list(chunks.values()), optimizer, schedule
 
 
@@ -209,4 +211,7 @@ def get_model(
     Every rank must call.
     """
     del model_type  # a model's `boundary` says which tensors pass between stages
-    return list(build_chunks(model_provider_func, get_runtime()).values())
+    runtime = get_runtime()
+    chunks = list(build_chunks(model_provider_func, runtime).values())
+    initialize_from_weights(runtime, chunks, optimizer=None)
+    return chunks

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -18,6 +19,14 @@ def blocks_of(document: Path, *languages: str) -> list[str]:
     """The texts of fenced blocks in these languages."""
     fence = rf"^```(?:{'|'.join(languages)})\n(.*?)^```"
     return re.findall(fence, document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def names_of_block(page: str, text: str) -> dict[str, Any]:
+    """What the one Python block of docs/`page` that contains the text defines, by name."""
+    (block,) = (block for block in blocks_of(ROOT / "docs" / page, "python") if text in block)
+    names: dict[str, Any] = {"__name__": "block_of_page"}
+    exec(block, names)
+    return names
 
 
 def commands_of(document: Path) -> list[str]:

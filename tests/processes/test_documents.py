@@ -4,6 +4,7 @@ A folder of its own has the repository's programs under the paths that the docum
 where they win. docs/data_preparation.md is run by tests/unit/tools/test_data_tools.py.
 """
 
+import ast
 import importlib.util
 import json
 import os
@@ -246,14 +247,16 @@ def test_the_python_of_the_pages_runs(folder: Path):
     tiny = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 0.1 --eval-iters 0 "
     mock = "--mock-data --tokenizer-type NullTokenizer --vocab-size 31 --train-iters 1 --device cpu"
     bash(f"python pretrain_gpt.py {tiny} {mock} --save {run}", folder)
-    said = dict.fromkeys(("docs/adding_a_model.md", "docs/checkpoint_format.md"), "")
-    for document, where in zip(said, (fork, folder)):
+    said = dict.fromkeys(("docs/adding_a_model.md", "docs/checkpoint_format.md", "docs/generation.md"), "")
+    for document, where in zip(said, (fork, folder, folder)):
         for block in blocks_of(ROOT / document, "python"):
             (folder / "block.py").write_text(f"import sys; sys.path[0] = '.'\n{block}")
             said[document] += bash(f"cd {where} && python {folder}/block.py", folder)
     of_models = "rank 0 |F0F1      B0--B1--F2F3", "tensor(18.), tensor(6.)", "lr_multiplier=2.0"
     assert all(text in said["docs/adding_a_model.md"] for text in of_models)
     assert "model/language_model" in said["docs/checkpoint_format.md"]
+    new_ids = ast.literal_eval(said["docs/generation.md"].splitlines()[-1])
+    assert [len(ids) for ids in new_ids] == [4, 4]
 
 
 def test_the_script_of_the_page_on_deepspeed_trains(folder: Path):
@@ -274,4 +277,6 @@ def test_the_script_of_the_page_on_deepspeed_trains(folder: Path):
 
 def test_every_page_with_python_is_run():
     pages = {path.name for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if blocks_of(path, "python")}
-    assert pages == {"adding_a_model.md", "checkpoint_format.md", "deepspeed.md"}, "run the new page's blocks above"
+    assert pages == {"adding_a_model.md", "checkpoint_format.md", "deepspeed.md", "generation.md"}, (
+        "run the new page's blocks above"
+    )

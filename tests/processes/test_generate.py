@@ -40,6 +40,33 @@ def test_four_ranks_write_what_one_process_writes(saved, drawing):
     assert "tokens/s" in four.stderr[0]
 
 
+FORK = str(ROOT / "examples" / "minimal_fork" / "pretrain.py")
+OF_FORK = (
+    "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 4 --train-iters 2 --lr 1e-2 "
+    "--eval-iters 0 --device cpu --tokenizer-type NullTokenizer --vocab-size 50 --branch-scale 0.7 --init-method-std 0.3"
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, pp=2),
+        pytest.param(Layout(cp=2), marks=pytest.mark.full),
+        pytest.param(Layout(pp=3), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_forks_layers_write_in_any_layout_what_one_process_writes(layout, tmp_path):
+    """Also in stages of one and two layers, into which no training would divide them."""
+    run([FORK, *OF_FORK.split(), "--save", str(tmp_path)], 1, timeout=60).succeeded()
+    prompts = ["--prompt", "3 4 5", "--prompt", "7 8", "--greedy", "--model", FORK, "--max-new-tokens", "12"]
+    one = generate(str(tmp_path), *prompts).succeeded()
+    sharing = ["--context-parallel-size", str(layout.cp)] if layout.cp > 1 else []
+    several = generate(str(tmp_path), *prompts, "--batch-size", "2", *sharing, layout=layout).succeeded()
+    assert several.stdout[0] == one.stdout[0] and one.stdout[0].count("\n") == 4
+    assert set(several.stdout[1:]) == {""} and set(several.stderr[1:]) == {""}, "only the first rank speaks"
+
+
 @pytest.mark.full
 def test_more_ranks_than_query_groups(saved):
     one, four = (generate(saved, *PROMPTS, "--greedy", layout=layout) for layout in (Layout(), Layout(tp=4)))

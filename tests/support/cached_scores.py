@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from option_cases import BUNDLES
-from tiny_run import GPT2, LLAMA, Layout, build_chunks
+from tiny_run import GPT, GPT2, LLAMA, Layout, Subject, build_chunks
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.parallel.mesh import Mesh
@@ -24,7 +24,14 @@ AFTER = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]  # what is "drawn", whatever 
 
 
 def forced(
-    mesh: Mesh, config, *, length: int, use_cache: bool = True, kind: str = "p2p", cache: str = "contiguous"
+    mesh: Mesh,
+    config,
+    *,
+    length: int,
+    use_cache: bool = True,
+    kind: str = "p2p",
+    cache: str = "contiguous",
+    subject: Subject = GPT,
 ) -> list[list[torch.Tensor]]:
     """The scores that this rank was asked to draw from, by text and step."""
     seen: list[list[torch.Tensor]] = [[] for _ in PROMPTS]
@@ -33,7 +40,7 @@ def forced(
         seen[text].append(scores)
         return AFTER[text][len(seen[text]) - 1]
 
-    stages, _, _ = build_chunks(mesh, config, Layout(pp=mesh["pp"].size, cp_types=(kind,)))
+    stages, _, _ = build_chunks(mesh, config, Layout(pp=mesh["pp"].size, cp_types=(kind,)), subject=subject)
     steps = generate_batch(
         stages[mesh["pp"].rank].module,
         PROMPTS,

@@ -14,8 +14,9 @@ from megatron.core.tokenizers import Tokenizer
 
 
 def is_t5(state: dict[str, Any]) -> bool:
-    """Whether a checkpoint's model has an encoder that reads the prompt, and a decoder that writes."""
-    return state.get("model") == T5Model.__name__
+    """Whether a checkpoint's model, ours or a script's, has an encoder that reads the prompt, and a decoder that writes."""
+    is_by_settings = state["config"]["transformer"].get("decoder_num_layers") is not None
+    return state.get("model") == T5Model.__name__ or is_by_settings
 
 
 def is_untrained_import(state: dict[str, Any]) -> bool:

@@ -53,7 +53,8 @@ def option(
         on by `--field-name`, a boolean with default True is switched off by `--no-field-name`; the help says what
         giving the flag does.
     required: help and docs say so; the config, or a check across configs, refuses its absence.
-    of_model: for a script's own options: a checkpoint with another value does not fit the model and is refused.
+    of_model: for a script's own options: a checkpoint with another value does not fit the model and is refused. One
+        without the option has its default in a resume, and any value if a run takes only its weights.
     names: a registry; the allowed values are its keys when the flags are read, with a script's additions.
     read: for a text with a form of its own, or for `names`, to accept other texts too: returns its one spelling, None
         for a text that leaves the option at its default, or raises an ArgumentTypeError that says what is allowed.

@@ -28,8 +28,12 @@ class PromptShardedCache(AttentionCache):
     def __init__(self, inner: AttentionCache, sharing: Axis):
         super().__init__(inner.starts.tolist(), inner.capacity, inner.starts.device)
         self.inner = inner
-        self.sharing = sharing
+        self._sharing = sharing
         self._left_padding = 0  # columns before the first, which make the prompts divide
+
+    @property
+    def sharing(self) -> Axis:
+        return self._sharing
 
     @property
     def shares(self) -> bool:

@@ -69,12 +69,17 @@ class FullParameters:
 
     parameters: of any shapes. changed_on: (axis, rank) whose changes inside the block are kept, on all ranks of the
     axis. None: changes are lost; where the parameter is whole anyway (stages 0 to 2), each rank keeps its own. Raises
-    ValueError if one is a rounded copy of a float32 master, which cannot be changed.
+    ValueError if one is a rounded copy of a float32 master, which cannot be changed. keeps_own: each rank keeps its own
+    changes, which are equal on all data-parallel ranks; the caller then sets the masters
+    (`FlatOptimizer.reload_masters`).
     """
 
-    def __init__(self, parameters: Iterable[Tensor], changed_on: tuple[Axis, int] | None = None):
+    def __init__(
+        self, parameters: Iterable[Tensor], changed_on: tuple[Axis, int] | None = None, *, keeps_own: bool = False
+    ):
         self._parameters = list(parameters)
         self._source = changed_on
+        self._keeps_own = keeps_own
         trained = [place for place in _places_of(self._parameters) if isinstance(place, ParamGradSink)]
         rounded = [sink for sink in trained if sink.bucket.buffer.is_half_precision]
         if changed_on is not None and rounded:
@@ -95,8 +100,8 @@ class FullParameters:
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: Any) -> None:
-        keeps = self._source is not None and kind is None
-        if keeps:
+        keeps = (self._source is not None or self._keeps_own) and kind is None
+        if keeps and self._source is not None:
             for parameter in self._parameters:
                 collectives.broadcast(parameter.data, *self._source)
         for bucket in self._buckets:

@@ -28,8 +28,12 @@ class SavedSettings:
         return self.transformer.max_position_embeddings or longest
 
 
-def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
-    """Return the settings in `Checkpoint.state`. source: the checkpoint's name in errors. Raises ConfigError."""
+def read_saved_settings(state: dict[str, Any], source: str, *, has_script: bool = False) -> SavedSettings:
+    """Return the settings in `Checkpoint.state`. Raises ConfigError.
+
+    source: the checkpoint's name in errors. has_script: a training script builds the model, so that flags of its own may
+    shape it.
+    """
     saved = state.get("config", {})
     if not _COMPONENTS.keys() <= saved.keys() or "vocab_size" not in state:
         raise ConfigError(
@@ -39,9 +43,10 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
         raise ConfigError(
             f"{source} has unknown model settings: {', '.join(unknown)}; use the version of the code that wrote it"
         )
-    if own := _listed(saved.get("own_model", {})):
+    own = _listed(saved.get("own_model", {}))
+    if own and not has_script:
         raise ConfigError(
-            f"{source} is a script's own model, with the settings {own}; generate with that script's model"
+            f"{source} is a script's own model, with the settings {own}; give the training script as --model, which builds it"
         )
     try:
         components = {name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}
@@ -51,14 +56,18 @@ def read_saved_settings(state: dict[str, Any], source: str) -> SavedSettings:
         raise ConfigError([f"{source}: {problem}; {advice}" for problem in error.problems]) from None
 
 
-def notes_on_checkpoint(state: dict[str, Any]) -> list[str]:
-    """Return notes for the user: assumptions about the checkpoint, and saved settings that are ignored."""
+def notes_on_checkpoint(state: dict[str, Any], *, has_script: bool = False) -> list[str]:
+    """Return notes for the user: assumptions about the checkpoint, and saved settings that are ignored.
+
+    has_script: as in `read_saved_settings`.
+    """
     notes = []
     if "model" not in state:
         notes.append("the checkpoint does not name its model; GPT is assumed")
     if note := note_of_lost_buffers(state):
         notes.append(note)
-    if own := _listed(state["config"].get("own", {})):
+    own = _listed(state["config"].get("own", {}))
+    if own and not has_script:
         notes.append(f"the script's own settings are ignored: {own}")
     return notes
 

@@ -13,6 +13,7 @@ shifts all positions, so the cache is of no use: each token costs a forward over
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TAKES_NO_CACHE
 
 _UNFINISHED = "\ufffd"  # a tokenizer's output for an incomplete character
 _FAILED = -1  # sent in place of ids if the last stage fails to sample
@@ -78,11 +81,25 @@ def generate_batch(
     for number, ids in enumerate(prompts, 1):
         subject = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         problems += [f"{subject} {problem}" for problem in prompt_problems(ids, model.vocab_size, max_length)]
-    problems += cache_problems(cache)
+    problems += cache_problems(cache) + generation_problems(model)
     if problems:
         raise ValueError("; ".join(problems))
     stage = Stage(model, mesh or single_rank_mesh(), choose, cache=cache)
     return generate_tokens(stage, prompts, **limits, stop_id=stop_id, use_cache=use_cache)
+
+
+def generation_problems(model: nn.Module) -> list[str]:
+    """Return why a model, or a part of it, cannot generate text: what a script has built may take no cache."""
+    if "cache" not in signature(model.forward).parameters:
+        return [
+            f"{type(model).__name__} cannot generate text, since its forward takes no argument `cache`; one that inherits the "
+            "GPTModel of megatron.core.models.gpt.gpt_stage does"
+        ]
+    without = [
+        part for block in model.modules() if isinstance(block, TransformerBlock) for part in block.parts_without_cache
+    ]
+    kinds = sorted({type(part).__name__ for part in without})
+    return [f"{kind} {TAKES_NO_CACHE}" for kind in kinds]
 
 
 def cache_problems(cache: str) -> list[str]:

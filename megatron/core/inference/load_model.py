@@ -1,8 +1,10 @@
 """Load a model for generation from a checkpoint of any layout: this rank's stage, or the whole model in one process."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
@@ -62,14 +64,30 @@ def load_model(
     call; default: the whole model in this process, without torch.distributed. context_options: further arguments of
     `LayerContext.from_mesh`. Raises ConfigError, CheckpointError, or PeerError if another rank fails.
     """
-    # refuse a checkpoint of another model, or of other attention
     saved_model = checkpoint.state.get("model", GPTModel.__name__)
     if saved_model != kind.__name__:
         raise ConfigError(
             f"{checkpoint.folder} contains a {saved_model}, but the model class here is {kind.__name__}, whose "
-            "layers would compute something else. If the class used in training computes the same as "
-            f'{kind.__name__}, set model_name = "{kind.__name__}" in that class before training'
+            "layers would compute something else; give the training script as --model, which builds its own model. If the "
+            f'class used in training computes the same as {kind.__name__}, set model_name = "{kind.__name__}" in that class '
+            "before training"
         )
+    refuse_unusable(checkpoint, config)
+
+    # build this rank's stage
+    mesh = mesh or single_rank_mesh()
+    matmul_modes = matmul_modes_here(config, mesh, device)
+    sizes = {"vocab_size": vocab_size, "positions": positions}
+    if decoder_seq_length is not None:
+        sizes["decoder_seq_length"] = decoder_seq_length
+    model = _build_stage(kind, config, mesh, device, matmul_modes, context_options, **sizes)
+    whole = _build_stage(kind, config, single_rank_mesh(), "meta", matmul_modes, {}, **sizes)
+    check_parameter_names(checkpoint, [name for name, _ in whole.named_parameters()], kind.__name__)
+    return fill_stage(checkpoint, model, mesh, device)
+
+
+def refuse_unusable(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise ConfigError for a checkpoint of other attention than a kernel here computes, or without its base."""
     saved_function = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
     function = attention_function(config.attention_backend)
     if saved_function not in (None, function):
@@ -78,25 +96,28 @@ def load_model(
             f"--attention-backend {config.attention_backend} computes {function!r} here; give as --model the training "
             "script, which registers the kernel used in training"
         )
-
-    # build this rank's stage; matmul modes are measured again, since the checkpoint may come from another CPU
     if FROZEN in checkpoint.state:
         raise ConfigError(
             f"{checkpoint.folder} holds what was trained alone, without its base (--no-save-frozen); save a checkpoint "
             "with the base, by a run that loads both and has no --no-save-frozen"
         )
-    mesh = mesh or single_rank_mesh()
+
+
+def matmul_modes_here(config: ModelConfig, mesh: Mesh, device: torch.device | str) -> MatmulModes:
+    """Return how this CPU multiplies in half precision, measured again: the checkpoint may come from another one.
+
+    Every rank must call.
+    """
     asked = "measure" if config.cpu_half_products == "auto" else config.cpu_half_products
     matmul_modes, _ = select_matmul_modes(config.params_dtype, device, mesh["world"], requested=asked)
-    sizes = {"vocab_size": vocab_size, "positions": positions}
-    if decoder_seq_length is not None:
-        sizes["decoder_seq_length"] = decoder_seq_length
-    model = _build_stage(kind, config, mesh, device, matmul_modes, context_options, **sizes)
-    _check_same_parameters(
-        checkpoint, _build_stage(kind, config, single_rank_mesh(), "meta", matmul_modes, {}, **sizes)
-    )
+    return matmul_modes
 
-    # read this rank's parts of the parameters
+
+def fill_stage(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: torch.device | str) -> nn.Module:
+    """Fill this rank's stage of a model with the checkpoint's parameters and buffers; return it in evaluation mode.
+
+    Every rank must call.
+    """
     tensors = {}
     for name, parameter in model.named_parameters():
         parameter.data.zero_()  # checkpoints hold no padding
@@ -108,7 +129,7 @@ def load_model(
     return model.eval()
 
 
-def _read_buffers(checkpoint: Checkpoint, model: LanguageModelStage, mesh: Mesh, device: torch.device | str) -> None:
+def _read_buffers(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: torch.device | str) -> None:
     """Fill the persistent buffers. Raises ConfigError if the model and the checkpoint have different ones."""
     if BUFFERS not in checkpoint.state:  # written before buffers were saved
         return
@@ -147,17 +168,21 @@ def _build_stage(
     stages = mesh.stages
     (stage,) = stages.of_rank(mesh["pp"].rank)
     num_stages = stages.last + 1
-    num_layers = config.all_layers
     return kind(
         config,
         **sizes,
-        layers=range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages),
+        layers=even_layers(config.all_layers, stage, num_stages),
         context=LayerContext.from_mesh(
             mesh, config.params_dtype, device=device, matmul_modes=matmul_modes, fills=False, **context_options
         ),
         pre_process=stage == 0,
         post_process=stage == stages.last,
     )
+
+
+def even_layers(num_layers: int, stage: int, num_stages: int) -> range:
+    """Return the layers of a stage, divided as evenly as possible: all stages need not have as many."""
+    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
 
 def single_rank_mesh() -> Mesh:
@@ -169,12 +194,12 @@ def single_rank_mesh() -> Mesh:
     return build_mesh(AxisSizes(), 0, no_group)
 
 
-def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) -> None:
-    """Raise ConfigError unless the model and the checkpoint have the same parameters.
+def check_parameter_names(checkpoint: Checkpoint, names: Iterable[str], kind: str) -> None:
+    """Raise ConfigError unless a model and the checkpoint have the same parameters.
 
-    whole: the model on the meta device.
+    names: of the whole model. kind: the model's name, for the message.
     """
-    of_model = {_PARAMETERS + name for name, _ in whole.named_parameters()}
+    of_model = {_PARAMETERS + name for name in names}
     of_checkpoint = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     differing = sorted(of_checkpoint ^ of_model)
     if not differing:
@@ -182,6 +207,7 @@ def _check_same_parameters(checkpoint: Checkpoint, whole: LanguageModelStage) ->
     shown = [f"{name} (not in the {'checkpoint' if name in of_model else 'model'})" for name in differing[:4]]
     more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
     raise ConfigError(
-        f"{checkpoint.folder} does not match the {type(whole).__name__} that its settings describe; parameters that "
-        f"only one of them has: {', '.join(shown)}{more}; was it written by another model?"
+        f"{checkpoint.folder} does not match the {kind} that its settings describe; parameters that "
+        f"only one of them has: {', '.join(shown)}{more}; was it written by another model? If a script built that, give the "
+        "training script as --model"
     )

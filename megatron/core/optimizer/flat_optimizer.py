@@ -345,6 +345,18 @@ class FlatOptimizer:
         """
         self._round_masters([storage.resident_runs + storage.offloaded_runs for storage in self._storages])
 
+    def reload_masters(self, names: Collection[str]) -> None:
+        """Set the masters of these parameters to the parameters' values, which something other than an update has changed.
+
+        In ZeRO 3 they are the values of this rank's shard. Nothing is communicated.
+        """
+        for storage, master in zip(self._storages, self.masters):
+            if not storage.buffer.is_half_precision:
+                continue  # the parameters are their own masters
+            for param_range in storage.buffer.plan.param_ranges:
+                if param_range.name in names:
+                    copy_stored(master.values(param_range), storage.buffer.owned_params.values(param_range))
+
     def _round_masters(self, runs_of: list[list[tuple[int, int]]]) -> None:
         """Round the masters of these runs of each buffer into parameters, if these are separate memory."""
         for storage, master, buffer_runs in zip(self._storages, self.masters, runs_of):

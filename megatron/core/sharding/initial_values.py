@@ -22,6 +22,23 @@ def seed_of(*key: int | str) -> int:
 
 
 # ---------------------------------------------------------------- initial weights
+
+
+class InitializesFromWeights(nn.Module):
+    """A module with parameters whose first values follow from other weights: a norm of them, their singular vectors."""
+
+    def initialize_from_weights(self) -> None:
+        """Set values of this module's parameters, in place; called once, without gradients.
+
+        All parameters of the module are whole (in any ZeRO stage) and have values: drawn ones, or those of the checkpoint that
+        the run begins from. It is called if at least one of them has a drawn value, so never where a checkpoint has all of
+        them, as in a resume. Every tensor-parallel rank calls, each with its parts of the parameters; ranks of other pipeline
+        stages have other modules. The data-parallel ranks take the first one's values. It must give the same values in every
+        layout: `whole_tensors` gathers and divides.
+        """
+        raise NotImplementedError
+
+
 def initialize_parameters(model: nn.Module, seed: int, mesh: Mapping[str, Axis]) -> None:
     """Fill each parameter of a model chunk with its shard of the global initial value. Padding becomes zero.
 

@@ -170,6 +170,22 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.bias = tp.parameter((local_size,), Placement((output_size,), Constant(0.0), **sharding))
 
+    @classmethod
+    def of_weight(
+        cls, weight: nn.Parameter, *, tp: TensorParallel, matmul_state: nn.Module | None = None
+    ) -> "ColumnParallelLinear":
+        """Return the linear of a weight [out/t, in] that exists, such as the output layer's, without a bias."""
+        linear = cls.__new__(cls)
+        nn.Module.__init__(linear)
+        linear.tp = tp
+        linear.blocks = ()
+        linear.gather_output = False
+        linear.skip_bias_add = False
+        linear.weight = weight
+        linear.matmul_state = matmul_state
+        linear.bias = None
+        return linear
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y = self.tp.column_linear(x, self.weight, self.matmul_state)  # [s, b, out/t]
         if self.bias is not None and not self.skip_bias_add:

@@ -265,6 +265,18 @@ class TransformerBlock(HoldsActivations, MegatronModule):
             groups.append(LayerGroup(single_layers, False, layers[single_layers:]))
         return groups
 
+    @property
+    def parts_without_cache(self) -> list[nn.Module]:
+        """The layers, and attentions in them, of a script's own that cannot generate text."""
+        parts = []
+        for layer in self.layers:
+            takes_cache = _takes_cache if self.run_layer is _run_classic_layer else _takes_angles
+            if not takes_cache(type(layer)):
+                parts.append(layer)
+            elif isinstance(layer, TransformerLayer):
+                parts += layer.attentions_without_cache
+        return parts
+
     def reserve(self, microbatches: int) -> None:
         """Allocate slots for the saved inputs of exactly `microbatches` microbatches in flight."""
         groups = [group for group in self._groups() if group.recompute and group.first >= self.activations.offloaded]
@@ -346,7 +358,7 @@ def _run_megatron_layer(
         options |= {"angles": angles, "inference_context": cache}
     else:
         if cache is not None:
-            raise no_cache_in_custom_layer()
+            raise no_cache_in_custom_layer(layer)
         if angles is not None:
             options["rotary_pos_emb"] = to_rotary_pos_emb(angles)  # [s, b or 1, 1, width]
         if isinstance(mask, Documents):
@@ -359,6 +371,15 @@ def _run_megatron_layer(
 def _takes_angles(layer: type[nn.Module]) -> bool:
     """Return whether a layer is called as our `TransformerLayer` is. A script's subclass may leave out what is ours."""
     return {"angles", "inference_context"} <= signature(layer.forward).parameters.keys()
+
+
+@cached
+def _takes_cache(layer: type[nn.Module]) -> bool:
+    """Return whether a layer that `make_layer` builds takes a cache behind x, mask and angles."""
+    parameters = list(signature(layer.forward).parameters.values())[1:]  # without self
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return True
+    return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters) >= 4
 
 
 def _run_classic_layer(
@@ -374,6 +395,8 @@ def _run_classic_layer(
     if context is not None or context_mask is not None:
         mask = CrossAttentionState(mask, context, context_mask, cache)
         cache = None
+    if cache is not None and not _takes_cache(type(layer)):
+        raise no_cache_in_custom_layer(layer)
     options = () if cache is None else (cache,)  # a layer without generation need not take a cache
     return layer(x, mask, angles, *options), context
 

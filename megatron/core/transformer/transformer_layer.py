@@ -188,6 +188,16 @@ class TransformerLayer(MegatronModule):
         if self.compiled and settings.compile == "layers":
             self.compiled_layer = WholeLayerPrograms(self, settings, place.tp)
 
+    @property
+    def attentions_without_cache(self) -> list[nn.Module]:
+        """The attentions with Megatron's arguments, which are given no cache."""
+        attentions = []
+        if not self.has_our_attention:
+            attentions.append(self.self_attention)
+        if self.cross_attention is not None and not self.has_our_cross_attention:
+            attentions.append(self.cross_attention)
+        return attentions
+
     def _get_layer_offset(self) -> int:
         """Return the number of layers in earlier stages."""
         return layers_of_stage(self.config, vp_stage=self.vp_stage).start
@@ -224,7 +234,7 @@ class TransformerLayer(MegatronModule):
             if self.has_our_attention:
                 return self.self_attention(normed, attention_mask, angles, inference_context)
             if inference_context is not None:
-                raise no_cache_in_custom_layer()
+                raise no_cache_in_custom_layer(self.self_attention)
             if isinstance(attention_mask, MaskWithBias) and not isinstance(self.self_attention, ParallelAttention):
                 raise NotImplementedError(
                     f"{type(self.self_attention).__name__}: relative positions are not supported for an attention of a "
@@ -392,11 +402,15 @@ def _residual_and_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return x, norm(x)
 
 
-def no_cache_in_custom_layer() -> NotImplementedError:
+def no_cache_in_custom_layer(part: nn.Module) -> NotImplementedError:
     """Return the error of a layer, or of an attention, of a script's own that is given a key/value cache."""
-    return NotImplementedError(
-        "generation with a key/value cache is not supported yet for custom layers; leave out the cache"
-    )
+    return NotImplementedError(f"{type(part).__name__} {TAKES_NO_CACHE}")
+
+
+TAKES_NO_CACHE = (
+    "takes no key/value cache, so it cannot generate text; a layer or an attention that a script builds from (config, layer, "
+    "context) can: its forward takes the cache as the fourth argument, after x, mask and angles"
+)
 
 
 def to_rotary_pos_emb(angles: Tensor) -> Tensor:

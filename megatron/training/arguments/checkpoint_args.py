@@ -165,7 +165,7 @@ def as_flags(
             continue
         if value == defaults.get(name, usual.get(name)):
             continue
-        flag_words = _words(name, value, parser)
+        flag_words = words_of_setting(name, value, parser)
         if flag_words:
             words += flag_words
         elif (value is None or isinstance(value, bool)) and name in usual and value == usual[name]:
@@ -252,7 +252,7 @@ def model_and_tokenizer_settings(
         yield "model_vocab_size", tokenizer["model_vocab_size"]
 
 
-def _words(name: str, value: Any, parser: FlagParser) -> list[str]:
+def words_of_setting(name: str, value: Any, parser: FlagParser) -> list[str]:
     """Return a setting as words of the command line; none if no flag expresses it, or it is unset."""
     actions = [action for action in parser.actions_by_flag().values() if action.dest == name]
     if isinstance(value, bool):

@@ -18,6 +18,8 @@ from megatron.core.base.dataclass_flags import (
     FlagParser,
     add_flag,
     build,
+    default_of,
+    field_of_action,
     flags_of,
     option_fields,
     repeated_flags,
@@ -212,12 +214,27 @@ def parse_args(
     notes += _lines("WARNING", warned)
 
     # collect the values for `get_args()`
+    values = unsupported_flag_values(others) | _option_defaults(parser) | settings
+    return ParsedArgs(config, args_of(config, values), notes)
+
+
+def args_of(config: Config, values: Mapping[str, Any]) -> Arguments:
+    """Return what `get_args()` gives in a run with these settings. values: those that are no settings, by name."""
     fixed: dict[str, Any] = {}
     for component_values in config.component_values().values():
         fixed |= component_values
     fixed["log_interval"] = config.log.steps_between_lines  # scripts use it as a number, as in Megatron
-    values = unsupported_flag_values(others) | settings | fixed | other_names_of(config)
-    return ParsedArgs(config, Arguments(values, fixed=fixed), notes)
+    return Arguments({**values, **fixed, **other_names_of(config)}, fixed=fixed)
+
+
+def _option_defaults(parser: FlagParser) -> dict[str, Any]:
+    """Return the defaults of the script's options; argparse adds only those of its `add_argument`."""
+    defaults = {}
+    for action in parser.own:
+        field = field_of_action(action)
+        if field is not None:
+            defaults[action.dest] = default_of(field)
+    return defaults
 
 
 def _names_of_settings() -> set[str]:

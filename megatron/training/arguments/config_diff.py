@@ -91,12 +91,17 @@ BY_DATA = (
 
 
 class Change(NamedTuple):
-    """A setting whose value has changed. is_unknown: only the checkpoint has it."""
+    """A setting whose value has changed.
+
+    is_unknown: only the checkpoint has it. is_new: a flag of the script's own that only this run has; `before` is its
+    default.
+    """
 
     name: str
     before: Any
     now: Any
     is_unknown: bool = False
+    is_new: bool = False
 
 
 @dataclass
@@ -138,7 +143,8 @@ def compare(
             # the two values; lists by layer are equal if they say the same of each layer
             before = checkpoint_values.get(name, defaults.get(name))
             now = run_values.get(name)
-            change = Change(name, before, now, is_unknown=name not in run_values)
+            is_new = part == "own" and name not in checkpoint_values
+            change = Change(name, before, now, is_unknown=name not in run_values, is_new=is_new)
             if name in ignored:
                 continue
             num_layers = run_values.get("num_layers")

@@ -7,6 +7,7 @@ load_with_fallback                      the newest undamaged checkpoint
 check_same_model_and_optimizer,         whether a checkpoint fits this run
 check_same_registered_functions
 tokenizer_check_and_embedding_resize    whether its tokenizer does
+initialize_from_weights                 initial values that follow from the weights that a run begins with
 module_buffers                          the buffers of the model's modules
 train_state                             the position of the run
 hf_origin                               the folder from which its model was made

@@ -6,6 +6,7 @@ Other settings that have changed are printed.
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,7 @@ from megatron.training.global_vars import Runtime, print_rank_0
 
 _MODEL = "model/"
 _INNER_LAYER = re.compile(r"(\.layers\.\d+)\.layer\.")  # a script's own layer, as it was named inside of one of ours
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _POSITIONS = "embedding.position_embeddings.weight"
 _MAX_SHOWN = 3  # parameters in a message
 
@@ -124,8 +126,8 @@ def absent_parameters(
 
     model: name -> this rank's part. Every rank must call. Parameters of heads that the checkpoint's architecture does
     not have are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
-    and no optimizer state is loaded, or --dist-ckpt-strictness says that it gets new state too. Then a WARNING names
-    each.
+    and no optimizer state is loaded, or --dist-ckpt-strictness says that it gets new state too. Then one WARNING names
+    them, those of all layers once.
     """
     state = checkpoint.state
     saved_names = {*checkpoint.names}
@@ -153,8 +155,12 @@ def absent_parameters(
     if missing_of_heads:
         print_rank_0(f"{source} has no {describe_heads(missing_of_heads)}, as its architecture: they get first values")
     with_state = ", and new optimizer state" if load_optimizer else ""
-    for name in others:
-        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, name)}: it gets first values{with_state}")
+    if len(others) == 1:
+        print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, others[0])}: it gets first values{with_state}")
+    elif others:
+        by_layer = Counter(_LAYER_NUMBER.sub(".*.", with_hf_names(state, name)) for name in others)
+        listed = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in by_layer.items())
+        print_rank_0(f"WARNING: {source} lacks {len(others)} parameters, which get first values{with_state}: {listed}")
     return {f"{_MODEL}{name}" for name in lacking}
 
 
@@ -309,18 +315,19 @@ def naming_source(source: str) -> Iterator[None]:
 
 
 def check_same_model(
-    runtime: Runtime, saved: dict[str, Any], model: str, source: str, *, resumes: bool, resizes: bool = False
+    runtime: Runtime, saved: dict[str, Any], models: Sequence[str], source: str, *, resumes: bool, resizes: bool = False
 ) -> None:
     """Refuse a checkpoint of another model or tokenizer, and if `resumes` of another precision; names all differences.
 
-    model: `model_name` of this run. The others: as in `problems_of_settings`. Raises ConfigError.
+    models: names that the checkpoint's model may have, this run's `model_name` first. The others: as in
+    `problems_of_settings`. Raises ConfigError.
     """
     problems = problems_of_settings(runtime, saved, source, resumes=resumes, resizes=resizes)
-    saved_model = saved.get("model", model)
-    if saved_model != model:
+    saved_model = saved.get("model", models[0])
+    if saved_model not in models:
         problems.append(
-            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {model}: run the script of the saved "
-            f'model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
+            f"{source} holds another model; the checkpoint has a {saved_model}, this run a {models[0]}: run the script of the "
+            f'saved model. A class that computes the same as {saved_model} declares it: model_name = "{saved_model}"'
         )
     if problems:
         raise ConfigError(problems)
@@ -336,7 +343,11 @@ def problems_of_settings(
     """
     config = runtime.config
     changes = _changes(runtime, saved)
-    problems = [f"{source} holds another model; {_difference(change)}" for change in changes.model]
+    problems = []
+    for change in changes.model:
+        if change.is_new and not resumes:
+            continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
+        problems.append(f"{source} holds another model; {_difference(change)}")
     if not config.checkpoint.allow_rope_change:
         for change in changes.rope:
             advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
@@ -416,6 +427,8 @@ def _is_other(saved: dict[str, Any], name: str, own: str | None) -> bool:
 
 
 def _difference(change: Change) -> str:
+    if change.is_new:
+        return f"{change.name}: the checkpoint has none, this run has {change.now}"
     before = f"{change.name}: the checkpoint has {change.before}"
     if change.is_unknown:
         return f"{before}; this code has no such setting: use the code that wrote it"
@@ -499,9 +512,10 @@ def print_changed_settings(runtime: Runtime, saved: dict[str, Any], *, resumes: 
         print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {shown(change.now)} now")
     own_names = {*saved["config"].get("own", ()), *(flag.name for flag in config.own.flags)}
     for change in changes.course:
-        if resumes or change.name in own_names:
+        if resumes or (change.name in own_names and not change.is_new):
+            before = "none" if change.is_new else shown(change.before)
             now = "unknown now" if change.is_unknown else f"{shown(change.now)} now"
-            print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {now}")
+            print_rank_0(f"{what} with another {change.name}: {before} before, {now}")
 
     # tokenizer, rotary angles, data, dropout masks
     if _is_other(saved, "tokenizer_sha256", runtime.tokenizer_sha256):

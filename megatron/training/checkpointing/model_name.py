@@ -4,7 +4,7 @@ It tells apart models whose parameters have equal names and sizes.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -12,20 +12,22 @@ from torch import nn
 from megatron.core import models
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
+from megatron.core.tensor_parallel.replace_parallel_linears import modules_of_linear
 
 
-def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> str:
+def model_name(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | str, *, of_base: bool = False) -> str:
     """Return `GPTModel`, or `GPTModel of SideBySideLayer` if it contains a script's modules; the same in every layout.
 
     A class may set its name, `model_name = "GPTModel"`, if it computes the same from the same parameters; it must, if
-    pipeline stages have different classes. Every rank of `pp` must call.
+    pipeline stages have different classes. of_base: the name of the model before `replace_linears`, whose weights mean
+    the same: adapters then do not count. Every rank of `pp` must call.
     """
     chunks = list(chunks)
     declared = {_declared_name(chunk) for chunk in chunks}
     names = {
         "declared": sorted(name for name in declared if isinstance(name, str)),
         "models": sorted({_class_name(type(chunk)) for chunk in chunks}),
-        "parts": sorted({name for chunk in chunks for name in _names_of_parts(chunk)}),
+        "parts": sorted({type(part).__name__ for chunk in chunks for part in _own_parts(chunk, of_base)}),
     }
 
     # the names of all stages
@@ -45,9 +47,24 @@ def _declared_name(chunk: nn.Module) -> object:
     return getattr(chunk, "model_name", None)
 
 
-def _names_of_parts(chunk: nn.Module) -> set[str]:
-    """Return the class names of the script's own modules in a chunk: the model's name says nothing about them."""
-    return {type(part).__name__ for part in chunk.modules() if part is not chunk and not _is_known(type(part))}
+def _own_parts(module: nn.Module, of_base: bool) -> Iterator[nn.Module]:
+    """Yield the script's own modules inside a module, of which the name of the model's class says nothing.
+
+    of_base: without what `replace_linears` has put in, except for what that keeps of the linear.
+    """
+    for part in module.children():
+        kept = modules_of_linear(part) if of_base else None
+        if kept is None:
+            yield from _part_and_inside(part, of_base)
+        else:
+            for inside in kept:
+                yield from _part_and_inside(inside, of_base)
+
+
+def _part_and_inside(part: nn.Module, of_base: bool) -> Iterator[nn.Module]:
+    if not _is_known(type(part)):
+        yield part
+    yield from _own_parts(part, of_base)
 
 
 def _class_name(model: type) -> str:

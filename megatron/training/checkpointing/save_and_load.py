@@ -49,6 +49,7 @@ from megatron.training.checkpointing import (
 from megatron.training.checkpointing.check_same_registered_functions import functions_of
 from megatron.training.checkpointing.frozen_weights import frozen_names, frozen_state, load_base
 from megatron.training.checkpointing.hf_origin import provenance_of_new_run, provenance_of_run
+from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
 from megatron.training.checkpointing.load_with_fallback import load_undamaged, newest_with_good_manifest
 from megatron.training.checkpointing.model_name import model_name
 from megatron.training.checkpointing.module_buffers import (
@@ -260,6 +261,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
     world = runtime.mesh["world"]
     device = runtime.device.torch_device
     if config.load is None and config.pretrained_checkpoint is None:
+        initialize_from_weights(runtime, chunks, optimizer)
         return TrainState(origin=provenance_of_new_run(runtime)), None
 
     # a newer copy for restarts
@@ -271,6 +273,7 @@ def load(runtime: Runtime, chunks: Chunks, optimizer: FlatOptimizer) -> Loaded:
     # initial weights
     if start is None:
         print_rank_0(f"no checkpoint in {config.load}: starting from initial weights")
+        initialize_from_weights(runtime, chunks, optimizer)
         return TrainState(origin=provenance_of_new_run(runtime)), None
 
     # a checkpoint, or an older one if it is damaged
@@ -338,9 +341,12 @@ def _load_checkpoint(
 
     # refuse another model, another tokenizer
     check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
-    name = model_name([chunk.module for chunk in chunks], mesh["pp"], device)
+    modules = [chunk.module for chunk in chunks]
+    names = [model_name(modules, mesh["pp"], device)]
+    if not resumes:  # weights of a base that has no adapters yet
+        names.append(model_name(modules, mesh["pp"], device, of_base=True))
     check_same_model_and_optimizer.check_same_model(
-        runtime, checkpoint.state, name, source, resumes=resumes, resizes=resizes
+        runtime, checkpoint.state, names, source, resumes=resumes, resizes=resizes
     )
     warn_of_lost_buffers(checkpoint.state, source)
     is_other_tokenizer = tokenizer_check_and_embedding_resize.is_allowed_tokenizer_change(
@@ -391,6 +397,8 @@ def _load_checkpoint(
         optimizer.step_count = checkpoint.state["optimizer_steps"]
         if optimizer.scaler is not None:
             optimizer.scaler.load_state(checkpoint.state.get("grad_scaler", {}))
+    if absent:
+        initialize_from_weights(runtime, chunks, optimizer, {name.removeprefix(_MODEL) for name in absent})
     what = "checkpoint" if load_optimizer else "weights"
     print_rank_0(f"loaded {what} of iteration {checkpoint.iteration} from {start.root}")
     check_same_model_and_optimizer.print_changed_settings(runtime, checkpoint.state, resumes=resumes)

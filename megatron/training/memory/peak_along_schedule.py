@@ -9,10 +9,15 @@ each rank rounds it up to whole parameters of its own.
 """
 
 import json
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import torch
+
+import megatron
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedule.actions import Op
@@ -25,6 +30,7 @@ STATE = "parameters, gradients and optimizer state"  # the name of the first thr
 ACTIVATIONS = "activations"
 DEVICE = "device"  # the tier that computes
 IN_MEMORY = (DEVICE, "host")  # on a CPU, one memory
+_NOT_OF_SCRIPTS = (str(Path(megatron.__file__).parent), str(Path(torch.__file__).parent), "<")  # "<": no file
 _SMALL = 2**21  # elements; a smaller step runs faster with values than with shapes
 
 
@@ -115,7 +121,8 @@ class Forecast:
             try:
                 message = {"ranks": [asdict(rank) for rank in forecast(self.job)]}
             except Exception as error:  # in the script; the run itself may succeed
-                message = {"problem": f"{type(error).__name__}: {error}".splitlines()[0]}
+                problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                message = {"problem": f"{problem}{_line_of_script(error)}"}
                 # Settings that a stage or a kernel refuses end the run here, not in its first step. A dry run for an
                 # accelerator runs on meta tensors, which kernels may refuse where they accept the accelerator's: its
                 # errors say nothing about the settings.
@@ -130,6 +137,14 @@ class Forecast:
         self.problem = message.get("problem", "")
         self._ranks = [RankMemory(**fields) for fields in message.get("ranks", [])]
         return self._ranks
+
+
+def _line_of_script(error: BaseException) -> str:
+    """Return the line of the script's code in which an error arose, to follow its message; "" if it arose elsewhere."""
+    lines = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_SCRIPTS)
+    ]
+    return f", in line {lines[-1].lineno} of {lines[-1].filename}" if lines else ""
 
 
 def forecast(job: Job) -> list[RankMemory]:

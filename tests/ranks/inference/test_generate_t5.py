@@ -174,6 +174,7 @@ def test_the_decoder_writes_what_the_plain_model_says(saved: Path, tool, kind: s
     assert first == {"prompt": flags[3], "text": text, "length": len(ids), "finished": len(ids) < 8}
     assert second["text"] == by_hand(saved / kind, [14], 8)[0]
     assert tool(*flags, "--recompute")[1] == out
+    assert tool(*flags, "--model", "t5")[1] == out, "built by the model_provider of pretrain_t5.py"
 
 
 def test_samples_depend_on_their_seed_alone(saved: Path, tool):

@@ -1,20 +1,24 @@
 """A cache of a script's own: the paged one of examples/ has the bits of the contiguous one, and a layer may cache other entries than keys and values."""
 
 import importlib.util
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from cached_scores import MODELS, forced
+from cached_scores import AFTER, MODELS, PROMPTS, forced
+from documents import names_of_block
 from local_ranks import run_ranks
 from same_code import ROOT
-from tiny_run import LLAMA, SEQ, build
+from tiny_run import GPT, LLAMA, SEQ, VOCAB, Layout, assert_equal, build, build_chunks, run
 from torch import Tensor
 
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache, Entries, KeyValueCache, LayerAttention
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
 def example():
@@ -64,6 +68,96 @@ def test_a_paged_cache_gives_the_bits_of_the_contiguous_one(model, sizes, kind, 
                     assert torch.equal(a, b)
                     compared += 1
         assert compared
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "model", "sizes"),
+    [
+        ("class ListCache", "list", "llama", {"tp": 2, "pp": 2}),
+        ("class WindowCache", "window", "windows", {"cp": 2}),
+        pytest.param("class WindowCache", "window", "windows", {"tp": 2, "pp": 2}, marks=pytest.mark.full),
+        pytest.param("class ListCache", "list", "windows", {"cp": 2}, marks=pytest.mark.full),
+        pytest.param("class WindowCache", "window", "gemma3", {}, marks=pytest.mark.full),
+    ],
+)
+def test_a_cache_of_the_page_gives_the_bits_of_the_contiguous_one(text, name, model, sizes):
+    """docs/adding_a_model.md; also past the window of the whole text, where the cache begins again."""
+    names_of_block("adding_a_model.md", text)
+    config = MODELS[model]
+    for length in (SEQ, 6):
+        for own, expected in zip(
+            *(
+                run_ranks(sizes, partial(forced, config=config, length=length, cache=cache))
+                for cache in (name, "contiguous")
+            ),
+            strict=True,
+        ):
+            assert all(
+                torch.equal(a, b) for text, other in zip(own, expected) for a, b in zip(text, other, strict=True)
+            )
+
+
+def test_a_window_cache_keeps_what_the_window_sees():
+    cache = names_of_block("adding_a_model.md", "class WindowCache")["WindowCache"]([0], 8)
+
+    class Sum(LayerAttention):
+        window_left = 2
+
+        def compute(self, q: Tensor, *entries: Tensor) -> Tensor:
+            return entries[0].flatten()
+
+    for new, expected in ((5, [1, 1, 1, 1, 1]), (1, [0, 0, 0, 1, 1, 1]), (1, [0, 0, 0, 0, 1, 1, 1])):
+        assert cache.attend(3, torch.ones(new, 1, 1, 1), (torch.ones(new, 1),), Sum()).tolist() == expected
+        cache.advance(new)
+        assert len(cache.kept[3][0]) == 2
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "pp": 2},
+        {"cp": 2},
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"tp": 4}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_attention_of_the_page_writes_from_latents_what_its_plain_forward_says(sizes):
+    """docs/adding_a_model.md: each rank of tp keeps the whole latent. Oracle: one process, each text alone, without a cache."""
+    names = names_of_block("adding_a_model.md", "class LatentAttention")
+    make_layer = partial(ParallelTransformerLayer, make_attention=names["LatentAttention"])
+    subject = replace(GPT, make=lambda config, **parts: GPTModel(config, positions=SEQ, make_layer=make_layer, **parts))
+    config = MODELS["gpt2"]
+    model = build_chunks(single_rank_mesh(), config, Layout(), subject=subject)[0][0].module.eval()
+    kept: list[Tensor] = []
+    expected = []
+    with torch.no_grad():
+        for prompt, after in zip(PROMPTS, AFTER):
+            texts = (prompt + after[:step] for step in range(len(after)))
+            expected.append([model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1, :VOCAB] for ids in texts])
+
+    class Watched(Latents):
+        def append(self, layer: int, entries: Entries) -> None:
+            kept.extend(entries)
+            super().append(layer, entries)
+
+    CACHES["latents"] = Watched
+    ranks = run_ranks(sizes, partial(forced, config=config, length=SEQ, cache="latents", subject=subject))
+    assert {latents.shape[2:] for latents in kept} == {(8,)}
+    before_the_last_stage = 2 if sizes.get("pp") else 0
+    for seen in ranks[before_the_last_stage:]:
+        for got, want in zip(seen, expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+
+
+@pytest.mark.full
+def test_the_attention_of_the_page_trains_in_a_layout_as_in_one_process():
+    names = names_of_block("adding_a_model.md", "class LatentAttention")
+    make_layer = partial(ParallelTransformerLayer, make_attention=names["LatentAttention"])
+    subject = replace(GPT, make=lambda config, **parts: GPTModel(config, positions=SEQ, make_layer=make_layer, **parts))
+    trained = partial(run, MODELS["gpt2"], subject=subject, steps=2, global_batch=12)
+    assert_equal(trained(Layout(tp=2, sp=True, pp=2, m=3)), trained(Layout()), 1e-10)
 
 
 def test_a_text_takes_blocks_as_it_grows():
@@ -135,6 +229,24 @@ def test_entries_may_be_other_than_keys_and_values(sizes, monkeypatch):
     )
     for own, wanted in zip(run_ranks(sizes, partial(forced, config=config, length=SEQ, cache="latents")), expected):
         assert all(torch.equal(a, b) for text, other in zip(own, wanted) for a, b in zip(text, other))
+
+
+def test_a_subclass_cannot_take_a_name_of_the_base():
+    """Whose columns would otherwise be counted in it."""
+
+    class Counted(Latents):
+        def __init__(self, starts, capacity, device="cpu"):
+            super().__init__(starts, capacity, device)
+            self.length = {}  # layer -> columns
+
+    with pytest.raises(AttributeError, match=r"Counted\.length is AttentionCache's own; choose another name"):
+        Counted([0], 4)
+    for name in ("capacity", "starts", "mask", "positions", "append", "shares"):
+        with pytest.raises(AttributeError, match=rf"Latents\.{name} is"):
+            setattr(Latents([0], 4), name, None)
+    cache = Latents([0, 2], 4)
+    cache.advance(3)
+    assert (cache.length, cache.capacity, cache.starts.tolist(), cache.is_padded) == (3, 4, [0, 2], True)
 
 
 def test_a_cache_that_is_not_there_is_refused_with_those_that_are():

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from documents import names_of_block
 from local_ranks import run_ranks
 from measured_memory import SMALL, check
 from same_code import ROOT
 from script_run import trainer_of
-from tiny_run import GPT, GPT2, LLAMA, TINY_GPT2, Layout, Outcome, assert_equal, build_chunks, run
+from tiny_run import GPT, GPT2, LLAMA, TINY_GPT2, TINY_LLAMA, Layout, Outcome, assert_equal, build_chunks, run
 from torch import nn
 from whole_run import TINY
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import load_whole_tensors
+from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.parallel.mesh import Mesh
@@ -69,12 +70,14 @@ def example(name: str = "lora"):
 
 
 LORA = example()
+PAGE = "adding_a_model.md"
 
 
 def adapted(config, **parts) -> nn.Module:
     model = GPT.make(config, **parts)
-    names = LORA.add_lora(model, rank=2, alpha=4.0)
-    assert len(names) == 4 * len(model.language_model.decoder.layers)
+    names = LORA.add_lora(model, rank=2, alpha=4.0, output_layer=True)
+    has_head = parts.get("post_process", True) and config.untie_embeddings_and_output_weights
+    assert len(names) == 4 * len(model.language_model.decoder.layers) + has_head
     for name, parameter in model.named_parameters():
         if "lora_b" in name:  # else A has no gradient in the first step
             parameter.placement = replace(parameter.placement, init=LORA.Normal(0.1))
@@ -82,7 +85,8 @@ def adapted(config, **parts) -> nn.Module:
 
 
 ADAPTED = replace(GPT, make=adapted)
-MODELS = {"gpt2": GPT2, "llama": LLAMA}  # LayerNorm, biases and tied embeddings; grouped queries and a fused gate
+# LayerNorm, biases and tied embeddings; grouped queries, a fused gate and an output layer of its own, in tiles
+MODELS = {"gpt2": GPT2, "llama": replace(LLAMA, tiled_loss=2, final_logit_softcapping=30.0)}
 
 
 @cache
@@ -143,6 +147,63 @@ RUNS = {  # sizes of the run that saves, with its flags
 }
 
 
+def test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone(tmp_path, capsys):
+    """Whose model_provider declares no name. The checkpoint has the adapter's class in its model's name."""
+    add_ia3 = names_of_block(PAGE, "def add_ia3")["add_ia3"]
+
+    class Other(names_of_block(PAGE, "def add_ia3")["Scaled"]):
+        """Of the same parameters."""
+
+    def adapted(add):
+        def model_provider(pre_process=True, post_process=True, vp_stage=None):
+            model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
+            add(model)
+            return model
+
+        return SimpleNamespace(**vars(pretrain_gpt) | {"model_provider": model_provider})
+
+    tp2 = " --tensor-model-parallel-size 2"
+    train(pretrain_gpt, {}, f" --train-iters 1 --save {tmp_path / 'base'}")
+    base = f" --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    capsys.readouterr()
+    (begun,) = train(adapted(add_ia3), {}, f"{base} --train-iters 1 --save {tmp_path / 'adapted'}")
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert "lacks 8 parameters, which get first values: " in warning
+    assert "language_model.decoder.layers.*.mlp.linear_fc1.ia3 (2)" in warning
+    (of_base,) = train(pretrain_gpt, {}, f" --train-iters 1 --load {tmp_path / 'base'}")
+    assert all(torch.equal(begun[name], value) for name, value in of_base.items())
+    assert open_checkpoint(tmp_path / "adapted").state["model"] == "GPTModel of Scaled"
+    train(adapted(add_ia3), {"tp": 2}, f"{tp2} --train-iters 2 --load {tmp_path / 'adapted'}")
+
+    other = adapted(lambda model: replace_linears(model, lambda name, linear: Other(linear)))
+    for script, flags, this_run in (
+        (other, f"--load {tmp_path / 'adapted'}", "GPTModel of Other"),
+        (other, f"--finetune --load {tmp_path / 'adapted'}", "GPTModel of Other"),
+        (pretrain_gpt, f"--load {tmp_path / 'adapted'}", "GPTModel"),
+        (adapted(add_ia3), f"--load {tmp_path / 'base'}", "GPTModel of Scaled"),
+    ):
+        with pytest.raises(RuntimeError, match=f"the checkpoint has a .*, this run a {this_run}:"):
+            train(script, {}, f" --train-iters 2 {flags}")
+
+
+def test_a_base_lacks_the_flags_of_an_adapter_and_a_resume_does_not(tmp_path, capsys):
+    """The base is of pretrain_gpt.py: its weights mean the same at any rank of an adapter."""
+    own = example("pretrain")
+    parts = {"model_provider": own.model_provider, "extra_args_provider": own.add_own_flags}
+    script = SimpleNamespace(**vars(pretrain_gpt) | parts)
+    train(pretrain_gpt, {}, f" --train-iters 1 --save {tmp_path / 'base'}")
+    base = f" --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    train(script, {}, f" --lora-rank 2 --train-iters 1 --save {tmp_path / 'adapted'}{base}")
+    assert "another lora_rank" not in capsys.readouterr().out
+    for flags, expected in (
+        (f"--lora-rank 4 --load {tmp_path / 'adapted'}", "lora_rank: the checkpoint has 2, this run has 4"),
+        (f"--lora-rank 4 --load {tmp_path / 'base'}", "lora_rank: the checkpoint has none, this run has 4"),
+        (f"--lora-rank 4 --finetune --load {tmp_path / 'adapted'}", "lora_rank: the checkpoint has 2, this run has 4"),
+    ):
+        with pytest.raises(RuntimeError, match=expected):
+            train(script, {}, f" --train-iters 2 {flags}")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_begins_from_a_base_saves_resumes_to_the_bit_and_reshards(name: str, tmp_path):
@@ -181,15 +242,24 @@ def test_linears_are_exchanged_before_a_model_is_wrapped_and_with_their_paramete
         assert all(name.endswith("linear_fc1") for name in replace_linears(model, only))
         assert sum(isinstance(module, ColumnParallelLinear) for module in model.modules()) == 2
 
+        own = GPT.make(TINY_LLAMA, vocab_size=61, layers=range(2), context=chunks[0].module.context)
+        before = [name for name, _ in own.named_parameters()]
+        column = lambda name, linear: LORA.ColumnLoRA(linear, 2, 2.0) if name.endswith("output_layer") else None  # noqa: E731
+        assert replace_linears(own, column) == [], "the output layer only where it is asked for"
+        assert replace_linears(own, column, output_layer=True) == ["language_model.output_layer"]
+        after = [name for name, _ in own.named_parameters()]
+        assert [name for name in after if "lora" not in name] == before
+        assert [name for name in after if "lora" in name] == [
+            f"language_model.output_layer.linear.lora_{factor}" for factor in "ab"
+        ]
+        assert replace_linears(model, column, output_layer=True) == [], "a tied one has the embedding's weight"
+
     run_ranks({}, work)
 
 
 def test_the_adapter_of_the_page_trains_as_in_one_process():
     """docs/adding_a_model.md: vectors that multiply the outputs of every linear."""
-    page = (ROOT / "docs" / "adding_a_model.md").read_text()
-    (block,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def add_ia3" in text)
-    names: dict = {}
-    exec(block, names)
+    names = names_of_block(PAGE, "def add_ia3")
 
     def make(config, **parts) -> nn.Module:
         model = GPT.make(config, **parts)
@@ -198,6 +268,61 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
 
     scaled = partial(run, LLAMA, subject=replace(GPT, make=make), steps=2, global_batch=12)
     assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        pytest.param(Layout(tp=2, sp=True, pp=2, m=3), GPT2, id="sp pp"),
+        pytest.param(Layout(tp=2, m=3), LLAMA, id="tp", marks=pytest.mark.full),
+        pytest.param(
+            Layout(tp=4, dp=2, m=3, data_parallel=AHEAD), replace(LLAMA, num_query_groups=2), id="zero 3, shared heads"
+        ),
+    ],
+)
+def test_the_low_rank_adapter_of_the_page_trains_as_in_one_process(layout: Layout, config):
+    """docs/adding_a_model.md: DoRA, from drawn factors and magnitudes that are no norms, so that all of it has gradients."""
+    names = names_of_block(PAGE, "def add_dora")
+
+    def make(config, **parts) -> nn.Module:
+        model = GPT.make(config, **parts)
+        names["add_dora"](model, 2, 8.0)
+        for name, parameter in model.named_parameters():
+            if "dora_b" in name:
+                parameter.placement = replace(parameter.placement, init=LORA.Normal(0.1))
+        return model
+
+    adapted_run = partial(run, config, subject=replace(GPT, make=make), steps=2, global_batch=12)
+    got = adapted_run(layout)
+    assert_equal(got, adapted_run(Layout()), 1e-10)
+    trained = {key.split(".")[-1] for key, grad in got.grads[-1].items() if grad.abs().max() > 0}
+    assert trained == {"dora_a", "dora_b", "magnitude"}
+
+
+def test_the_low_rank_adapter_of_the_page_begins_as_its_base(tmp_path, capsys):
+    """Its magnitudes begin as the norms of the base's rows, so that its first loss is the base's."""
+    names = names_of_block(PAGE, "def add_dora")
+
+    def model_provider(pre_process=True, post_process=True, vp_stage=None):
+        model = pretrain_gpt.model_provider(pre_process, post_process, vp_stage)
+        names["add_dora"](model)
+        return model
+
+    script = SimpleNamespace(**vars(pretrain_gpt) | {"model_provider": model_provider})
+    train(pretrain_gpt, {}, f" --fp64 --train-iters 1 --save {tmp_path / 'base'}")
+    begin = f" --fp64 --lr 1e-3 --train-iters 1 --log-interval 1 --pretrained-checkpoint {tmp_path / 'base'} --allow-missing-tensors"
+    capsys.readouterr()
+    train(pretrain_gpt, {}, begin)
+    (expected,) = re.findall(r"lm loss: (\S+)", capsys.readouterr().out)
+    for sizes, flags in (({}, ""), ({"tp": 2}, " --tensor-model-parallel-size 2 --sequence-parallel")):
+        train(script, sizes, f"{begin}{flags} --save {tmp_path / 'adapted'}")
+        assert set(re.findall(r"lm loss: (\S+)", capsys.readouterr().out)) == {expected}
+    base, adapted_tensors = load_whole_tensors(tmp_path / "base"), load_whole_tensors(tmp_path / "adapted")
+    magnitudes = [name for name in adapted_tensors if name.startswith("model/") and name.endswith("magnitude")]
+    assert len(magnitudes) == 8
+    for name in magnitudes:  # after a step of at most the learning rate
+        norms = base[name.replace("magnitude", "weight")].norm(dim=1)
+        torch.testing.assert_close(adapted_tensors[name], norms, rtol=0, atol=1.1e-3)
 
 
 @pytest.mark.full

@@ -45,6 +45,7 @@ OURS = {
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/ops/layout_invariant_dropout.py own_dropout_keys": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py plain_cross_entropy_of": "cross_entropy",
+    "megatron/core/tensor_parallel/replace_parallel_linears.py modules_of_linear": "kept_of_linear",
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "hashed_changes",
     "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
     "megatron/training/build_model_and_optimizer.py _is_shared": "shared_embedding",  # Megatron's name
@@ -52,7 +53,7 @@ OURS = {
     "tools/preprocessing/word_memory.py packer": "word_pattern",
 }
 # Those that are set in the file of their reader alone, on whatever object.
-KEPT_IN_ONE_FILE = ("config_field", "recompute_recipe", "shard", "grad_sink")
+KEPT_IN_ONE_FILE = ("config_field", "recompute_recipe", "shard", "grad_sink", "kept_of_linear")
 
 # What other projects, Python, or scripts have named: whose it is -> file -> names.
 FOREIGN = {

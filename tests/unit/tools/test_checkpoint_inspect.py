@@ -56,6 +56,27 @@ def test_two_checkpoints_are_compared_bit_by_bit_and_drawn(tool, tmp_path):
     assert code == 0 and "no tensor differs" in out
 
 
+def test_differences_up_to_a_tolerance_are_left_out(tool, tmp_path):
+    """And a NaN where there is a number is none of them."""
+    y = X.clone()
+    y[3, 4] += 0.25
+    y[5, 6] += 0.5
+    z = X.clone()
+    z[0, 0] = float("nan")
+    save_one(tmp_path / "a", 1, {}, w=X, z=X)
+    save_one(tmp_path / "b", 1, {}, w=y, z=z)
+    for tolerance, differing, told in (
+        ("0", 2, "w: 2 of"),
+        ("0.25", 2, "w: 1 of 2,400 elements differ, by at most 0.5; first in row 5, column 6"),
+        ("0.5", 1, "z: 1 of"),
+    ):
+        code, out, _ = tool("--load", tmp_path / "a", "--compare", tmp_path / "b", "--tolerance", tolerance)
+        assert code == 1 and f"{differing} tensor(s) differ" in out and told in out
+    words = ("--load", tmp_path / "a", "--compare", tmp_path / "b", "--tensors", "w", "--tolerance", "0.5")
+    code, out, _ = tool(*words)
+    assert code == 0 and "no tensor differs by more than 0.5" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
@@ -65,6 +86,8 @@ def test_two_checkpoints_are_compared_bit_by_bit_and_drawn(tool, tmp_path):
         (["--load", "{root}/iter_0000001", "--ckpt-step", "2"], 2, "iter_0000001 2"),
         (["--load", "{root}", "--png", "x.png"], 2, "--png --compare"),
         (["--load", "{root}", "--tensors", "("], 2, "--tensors ("),
+        (["--load", "{root}", "--tolerance", "1"], 2, "--tolerance --compare"),
+        (["--load", "{root}", "--compare", "{root}", "--tolerance", "-1"], 2, "--tolerance -1"),
     ],
 )
 def test_mistakes_are_one_line(tool, tmp_path, arguments, code, told):

@@ -124,6 +124,7 @@ def test_a_scripts_own_flags_are_compared_and_those_of_its_model_refuse():
     found = compare(now, own, {"new": 5, "power": 1})
     assert kinds(found) == {"model": ["scale", "power"], "course": ["phrase", "gone"]}
     assert found.course[1].is_unknown
+    assert [change.is_new for change in found.model] == [False, True], "power is of this run alone"
     older = {part: values for part, values in DEFAULTS.items() if not part.startswith("own")}
     assert kinds(compare(now, older)) == {}, "an older checkpoint does not say"
 

@@ -21,6 +21,7 @@ from megatron.training.memory.peak_along_schedule import (
     DEVICE,
     IN_MEMORY,
     KINDS,
+    Forecast,
     RankMemory,
     forecast,
     peak_along_schedule,
@@ -266,6 +267,21 @@ def test_the_order_of_arguments_of_an_old_script_is_known(tmp_path, capsys):
     )
     with pytest.raises(TypeError, match="forward_step"):
         script_at(str(path))
+
+
+def test_an_error_of_the_script_in_the_prediction_is_told_with_its_line():
+    """The run goes on without a prediction: nothing but the log's one line says where the script failed."""
+
+    def forward_step(data_iterator, model):
+        return loss_that_is_not_imported(model)  # noqa: F821
+
+    prediction = Forecast(job_of(f"{LAYERS} --num-layers 2 --device cpu")._replace(forward_step=forward_step))
+    assert prediction.ranks == []
+    line = forward_step.__code__.co_firstlineno + 1
+    assert (
+        prediction.problem
+        == f"NameError: name 'loss_that_is_not_imported' is not defined, in line {line} of {__file__}"
+    )
 
 
 def test_help_needs_no_torch():

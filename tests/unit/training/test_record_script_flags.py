@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from said import tells, tells_each
 
-from megatron.core.base.dataclass_flags import ConfigError, add_flags, option
+from megatron.core.base.dataclass_flags import ConfigError, add_flags, build, option
 from megatron.training.arguments.command_line import parse_args
 
 
@@ -59,6 +59,24 @@ class Wings:
 
     wings: int = option(2, "how many", of_model=True)
     feathers: list[str] = option(["down"], "of what kind")
+
+
+def test_options_that_are_not_given_are_in_args_with_their_defaults():
+    """As those of `add_argument` are: a script builds its config from them in every call."""
+
+    def own(parser):
+        add_flags(parser, Wings)
+
+    for words, defaults, expected in (
+        ([], {}, Wings()),
+        (["--feathers", "quill"], {}, Wings(feathers=["quill"])),
+        ([], {"wings": 6}, Wings(wings=6)),
+        (["--wings=8"], {"wings": 6}, Wings(wings=8)),
+    ):
+        args = parse_args(words, own, defaults).args
+        assert build(Wings, vars(args)) == expected
+        assert (args.wings, args.feathers) == (expected.wings, expected.feathers)
+    assert parse_args([], own).args.feathers is not parse_args([], own).args.feathers, "a list of its own"
 
 
 def winged(parser):

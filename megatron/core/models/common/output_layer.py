@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.flops import Flops, LayerInput
 from megatron.core.sharding.placement import Constant, Placement
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.replace_parallel_linears import ExchangesLinear
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.tiled_compute import declare_tiled_use, run_tiled
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(ExchangesLinear):
     """Compute logits x W^T (+ b) for this rank's rows of W, then multiply and cap them where the config says so.
 
     W is the head's own weight or, if tied, the embedding weight passed to forward, [padded vocabulary / t, h].
@@ -33,6 +35,7 @@ class LanguageModelHead(nn.Module):
         self.tp = replace(tp, weight_grads=WeightGradStore()) if shares_embedding_weight else tp
         self.weight = None
         self.bias = None
+        self.linear: nn.Module | None = None  # in place of the product, if a script has exchanged it
         self.tiles = config.tiled_loss
         self.keys = context.keys
         self.multiplier = config.logit_multiplier
@@ -79,12 +82,29 @@ class LanguageModelHead(nn.Module):
         flops = Flops(product, product if x.requires_grad else 0, product if is_trained else 0)
         return flops.recomputed() if self.tiles > 1 else flops
 
+    def linear_to_exchange(self) -> ColumnParallelLinear | None:
+        if self.weight is None:
+            return None
+        return ColumnParallelLinear.of_weight(self.weight, tp=self.tp, matmul_state=self.matmul_state)
+
+    def exchange_linear(self, new: nn.Module) -> None:
+        # The weight and its state stay this module's, by their names; the new module sees them as plain attributes.
+        del new.weight
+        del new.matmul_state
+        vars(new).update(weight=self.weight, matmul_state=self.matmul_state)
+        for parameter in new.parameters():
+            declare_tiled_use(parameter, self.tiles)
+        self.linear = new
+
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [s, b, padded vocabulary / t] of x for a weight [padded vocabulary / t, h].
 
         x: [s, b, h] ([s/t, b, h] under sequence parallelism). Every rank of tp must call.
         """
-        logits = self.tp.column_linear(x, weight, self.matmul_state)
+        if self.linear is None:
+            logits = self.tp.column_linear(x, weight, self.matmul_state)
+        else:
+            logits = self.linear(x)[0].clone()  # changed in place below, which its backward may not bear
         if self.bias is not None:
             logits = logits.add_(self.bias)
         scale = self.multiplier / (self.softcap or 1.0)

@@ -14,7 +14,7 @@ attention keeps of a token), and it calls the layer's attention on all entries. 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,39 +29,85 @@ Entries = tuple[
 
 
 class LayerAttention(Protocol):
-    """The attention of one layer, with its window, caps, sinks and mask."""
+    """The attention of one layer over entries, with its window, caps, sinks and mask.
 
-    mask: Mask
-    window_left: int | None  # keys that a token sees before itself; None: all
+    An attention of a script's own inherits it and defines `compute`, and `over_whole_sequence` if ranks of context
+    parallelism may share the prompts.
+    """
+
+    mask: Mask = None  # of the new tokens over all columns so far, as `AttentionCache.mask` returns it
+    window_left: int | None = None  # keys that a token sees before itself; None: all
 
     def compute(self, q: Tensor, *entries: Tensor) -> Tensor:
         """Return the attention of q [new, b, n/t, d] over entries [length + new, b, ..]: [new, b, n/t d]."""
+        raise NotImplementedError
 
     def over_whole_sequence(self) -> "LayerAttention":
         """Return it for entries that every rank of a shared sequence has in full."""
+        return self
 
 
 class AttentionCache:
     """The entries of a batch of texts, for the attention layers of one pipeline stage. The caller owns it.
 
-    `forward` adds to it: the first forward processes the whole prompts, each later one the new tokens. For every layer
-    `attend` is called once, then `advance` for all.
-    starts: the column in which each text begins, so that `positions` are its own. capacity: the most columns.
+    The first forward processes the whole prompts, each later one the new tokens. In each forward every layer calls
+    `attend` once, in the order of the layers; then `advance` counts the forward's columns.
+    starts: the column in which each text begins, so that `positions` are its own. capacity: the most columns; a text that
+    outgrows it begins with a new cache.
 
-    A subclass defines `append` and `entries`, or `attend` alone if its kernel reads the entries where they are.
+    A subclass defines `append` and `entries`, or `attend` alone if its kernel reads the entries where they are. `attend`
+    calls `append`, then `entries`, each once. Attributes of a subclass need names that this class does not have; to assign
+    one that it has raises AttributeError.
     """
 
     def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str = "cpu"):
-        self.length = 0  # columns filled
-        self.capacity = capacity
-        self.starts = torch.tensor(starts, device=device)  # [b]
-        self.is_padded = any(starts)
+        self.__length = 0
+        self.__capacity = capacity
+        self.__starts = torch.tensor(starts, device=device)  # [b]
+        self.__is_padded = any(starts)
 
-    sharing: Axis = ALONE  # the ranks over which the prompts' columns are sharded
-    shares = False  # whether the next forward has such a shard of the columns
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(AttentionCache, name) and not name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is AttentionCache's own; choose another name for the attribute"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def length(self) -> int:
+        """The columns of earlier forwards; in `append` and `attend` the new tokens are columns from here on."""
+        return self.__length
+
+    @property
+    def capacity(self) -> int:
+        """The most columns that there will be."""
+        return self.__capacity
+
+    @property
+    def starts(self) -> Tensor:
+        """The column in which each text begins: int64 [b], on the cache's device."""
+        return self.__starts
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether any text begins behind column 0."""
+        return self.__is_padded
+
+    @property
+    def sharing(self) -> Axis:
+        """The ranks over which the prompts' columns are sharded."""
+        return ALONE
+
+    @property
+    def shares(self) -> bool:
+        """Whether the next forward has such a shard of the columns."""
+        return False
 
     def append(self, layer: int, entries: Entries) -> None:
-        """Store the entries of the next columns, each [new, b, ..]."""
+        """Store the entries of the next columns, each [new, b, ..]: columns `length` to `length` + new.
+
+        layer: its number over the whole model, from 0; the layers of this stage alone occur.
+        """
         raise NotImplementedError
 
     def entries(self, layer: int, stop: int) -> Entries:
@@ -78,7 +124,7 @@ class AttentionCache:
 
     def advance(self, new: int) -> None:
         """Count `new` columns, for which every layer has attended."""
-        self.length += new
+        self.__length += new
 
     def take(self, tokens: Tensor) -> Tensor:
         """Return the columns of the next tokens, int64 [b, new], that this rank computes: here all of them."""
