@@ -521,7 +521,6 @@ SILENT = by_flag(
             "--delay-wgrad-compute",
         ),
         values={
-            "--expert-tensor-parallel-size": "N",
             "--moe-router-topk": "N",
             "--moe-token-dispatcher-type": "NAME",
             "--moe-layer-freq": "TEXT",

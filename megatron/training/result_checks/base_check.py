@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.parallel.collectives import raise_together
+from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
 from megatron.training.global_vars import Runtime
 
 
@@ -29,6 +30,11 @@ class Check:
         self.device = runtime.device.torch_device
         self.chunks = chunks
         self.optimizer = optimizer
+
+    @classmethod
+    def is_on(cls, config: GuardConfig, setting: str) -> bool:
+        """Return whether the settings ask for this check; setting: its key in CHECKS."""
+        return bool(getattr(config, setting))
 
     def begin(self) -> None: ...
 

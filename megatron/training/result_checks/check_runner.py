@@ -19,7 +19,7 @@ from megatron.training.step import NonFiniteStepGuard, StepFigures, StepWork
 # A check runs if its setting is given.
 CHECKS: dict[str, type[Check]] = {
     "check_state_hash_interval": StateCheck,  # first: its hashes are of the state as the update left it
-    "compare_replicas_every": ReplicaCheck,
+    "check_weight_hash_across_dp_replicas_interval": ReplicaCheck,
     "replay_every": RerunCheck,
 }
 
@@ -40,7 +40,7 @@ class Guard(NonFiniteStepGuard):
         self.state = state
         self.checks = []
         for setting, check_class in CHECKS.items():
-            if getattr(self.config, setting):
+            if check_class.is_on(self.config, setting):
                 self.checks.append(check_class(runtime, chunks, optimizer))
         self._policy = BadStepPolicy(runtime, state)
         pipeline.forward_step = self._policy.record_losses_of(pipeline.forward_step)

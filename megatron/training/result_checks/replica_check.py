@@ -22,11 +22,16 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import rows_to_flat_range
 from megatron.core.sharding.placement import shared_rows
+from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
 from megatron.training.result_checks.base_check import Check
 
 
 class ReplicaCheck(Check):
-    """--check-weight-hash-across-dp-replicas-interval: compare copies of the weights after an update."""
+    """--check-weight-hash-across-dp-replicas-interval, --test-mode: compare copies of the weights after an update."""
+
+    @classmethod
+    def is_on(cls, config: GuardConfig, setting: str) -> bool:
+        return config.compare_replicas_every is not None
 
     def after_update(self, iteration: int) -> None:
         if iteration % self.config.compare_replicas_every != 0:

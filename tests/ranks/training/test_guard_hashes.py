@@ -196,7 +196,9 @@ def test_test_mode_compares_the_copies_after_each_iteration(interval: int | None
     iterations = []
     monkeypatch.setattr(replica_check, "param_replica_differences", lambda *_: iterations.append(iteration) or [])
     config = GuardConfig(test_mode=True, check_weight_hash_across_dp_replicas_interval=interval)
-    assert not GuardConfig().compare_replicas_every and CHECKS["compare_replicas_every"] is ReplicaCheck
+    setting = "check_weight_hash_across_dp_replicas_interval"
+    assert CHECKS[setting] is ReplicaCheck
+    assert ReplicaCheck.is_on(config, setting) and not ReplicaCheck.is_on(GuardConfig(), setting)
     check = ReplicaCheck.__new__(ReplicaCheck)
     check.config, check.chunks, check.mesh = config, [], None
     check.stop_if = lambda problem: None
