@@ -12,6 +12,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.build_datasets import naming_split
 from megatron.core.datasets.index_map import build_indices
 from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset, WithAttentionMask
+from megatron.core.datasets.utils import Split
 
 
 @dataclass(kw_only=True)
@@ -61,7 +62,7 @@ class GPTDataset(MegatronDataset):
         if past - first != len(self.indices):
             raise NotImplementedError("GPTDataset: indices with gaps are not supported; give a contiguous range")
         kind = gpt_samples.GPTSamples(data, self.config.random_seed, rules)
-        split = getattr(self.index_split, "name", "given")
+        split = self.index_split.name if isinstance(self.index_split, Split) else "given"
         with naming_split(self.dataset_path or "the data set", split):
             request = kind.request((first, past), self.num_samples)
             indices = build_indices(self.dataset.sequence_lengths, request)

@@ -16,12 +16,20 @@ TEXT = b'{"text": "some words"}\n'
 
 @pytest.fixture
 def pipe(tmp_path, monkeypatch):
-    """The path of a pipe into which a program writes after a while."""
+    """The path of a pipe into which a program writes when the reader has said that it waits."""
     monkeypatch.setattr(waiting, "_SECONDS", 0.05)
     os.mkfifo(tmp_path / "pipe.jsonl")
+    has_said = threading.Event()
+    say = waiting._say
+
+    def say_and_tell(line: str) -> None:
+        say(line)
+        has_said.set()
+
+    monkeypatch.setattr(waiting, "_say", say_and_tell)
 
     def write():
-        time.sleep(0.3)
+        has_said.wait(20)
         (tmp_path / "pipe.jsonl").write_bytes(TEXT)
 
     writer = threading.Thread(target=write)

@@ -75,6 +75,7 @@ TOPICS = {
     "CUDA graphs": "CUDA graphs",
     "a decoder on ranks of its own": "a decoder or an embedding on ranks of",
     "other formats": "writing Megatron's formats",
+    "rates and initial weights that scale with the width": "rates and initial weights that scale with the width",
 }
 OF_FLAGS = {
     "--multi-latent-attention": "multi-latent attention",
