@@ -88,6 +88,8 @@ COMMAND_ONE_IN = {
     "ranks/optimizer/test_muon_matrix_update.py::test_a_layout_gives_the_numbers_of_one_process": 3,
     "ranks/optimizer/test_optimizer.py::test_a_bad_gradient_stops_every_rank_before_anything_is_updated": 2,
     "ranks/optimizer/test_own_optimizer.py::test_an_update_of_whole_matrices_is_that_of_one_process_and_goes_on_from_its_checkpoint": 2,
+    "ranks/project/test_flags_change_something.py::test_a_flag_has_an_effect_or_is_named": 50,
+    "ranks/project/test_flags_change_something.py::test_a_flag_has_an_effect_where_it_is_of_use": 14,
     "ranks/optimizer/test_precision.py::test_a_scaled_loss_changes_no_number": 3,
     "ranks/optimizer/test_precision.py::test_half_precision_layouts_agree_as_well_as_half_precision_can": 3,
     "ranks/optimizer/test_precision.py::test_overflow_on_one_rank_skips_the_step_on_all": 3,

@@ -51,10 +51,12 @@ from megatron.training.arguments.command_line import (
     ArgumentsError,
     ExtraArgs,
     parse_args as parse_command_line,
+    reason_lines,
 )
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems, other_model_problem
 from megatron.training.arguments.monitor_config import watch_notes
+from megatron.training.arguments.unused_settings import without_effect_on_few_ranks
 from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
 from megatron.training.checkpointing.save_and_load import load_saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
@@ -284,10 +286,11 @@ def parse_and_check_settings(
 
 
 def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a note if ZeRO shards nothing, and one on the rounding of --reuse-fp32-param.
+    """Yield a note on flags without effect on so few ranks, one if ZeRO shards nothing, and one on the rounding of --reuse-fp32-param.
 
     ZeRO shards nothing where each sharding group is a single rank.
     """
+    yield from reason_lines("no effect here", without_effect_on_few_ranks(config, world_size))
     stage = config.data_parallel.stage
     instances = config.data_parallel.num_distributed_optimizer_instances
     if stage and 1 < instances == config.data_parallel_size(world_size):

@@ -1,6 +1,6 @@
 """How many of NVIDIA's own launch scripts our parser and its rules accept, release by release.
 
-    python tests/compat/launch_scripts.py CLONE docs/launch_scripts.md [--folder FOLDER]
+    python tests/compat/launch_scripts.py CLONE [--folder FOLDER]
 
 CLONE: a git clone of NVIDIA/Megatron-LM with its tags. FOLDER: keeps the files of the releases and the commands found, so that
 a second run only parses.
@@ -467,35 +467,71 @@ def collect(tag: str, clone: str, folder: Path) -> list[Command]:
     return accepted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("clone")
-    parser.add_argument("page")
-    parser.add_argument("--folder", type=Path)
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp())
+def date_of(tag: str, clone: str) -> str:
+    """Return the day of a release's commit."""
+    shown = subprocess.run(
+        ["git", "-C", clone, "log", "-1", "--format=%cs", tag], capture_output=True, text=True, check=True
+    )
+    return shown.stdout.strip()
+
+
+@dataclass
+class Measured:
+    """The counts of each release, and the problems of scripts in scope with an example of each."""
+
+    rows: dict[str, Counter[str]] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def totals(self) -> Counter[str]:
+        return sum(self.rows.values(), Counter())
+
+
+def measure(clone: str, folder: Path) -> Measured:
+    """Collect the commands of all releases into `folder`, and ask our parser."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
-    rows = []
-    reasons: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    measured = Measured()
     for tag in TAGS:
-        commands = collect(tag, arguments.clone, folder)
-        counts = Counter(all=len(commands))
-        for command in commands:
+        counts: Counter[str] = Counter()
+        for command in collect(tag, clone, folder):
             problems = our_problems(command)
+            counts["scripts"] += 1
             counts["accepted of all"] += not problems
             if command.asks_for():
                 continue
             counts["in scope"] += 1
             counts["accepted"] += not problems
             for text in {reason(problem) for problem in problems}:
-                reasons[text] += 1
-                examples.setdefault(text, f"{tag} {command.source}")
-        rows.append((tag, counts))
-        print(tag, dict(counts), flush=True)
-    for text, count in reasons.most_common():
-        print(f"{count:5} {text}   [{examples[text]}]")
+                measured.reasons[text] += 1
+                measured.examples.setdefault(text, f"{tag} {command.source}")
+        measured.rows[tag] = counts
+    return measured
+
+
+def main() -> None:
+    """Print a table of the releases, and one of the reasons for which scripts in scope are refused."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("clone")
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    measured = measure(arguments.clone, arguments.folder or Path(tempfile.mkdtemp()))
+
+    print("| release | of | scripts | in scope | accepted |\n|---|---|--:|--:|--:|")
+    for tag, counts in measured.rows.items():
+        numbers = " | ".join(str(counts[name]) for name in ("scripts", "in scope", "accepted"))
+        print(f"| {tag} | {date_of(tag, arguments.clone)} | {numbers} |")
+    totals = measured.totals
+    in_scope = totals["accepted"] / totals["in scope"]
+    of_all = totals["accepted of all"] / totals["scripts"]
+    print(
+        f"| all | | {totals['scripts']} | {totals['in scope']} | {totals['accepted']} ({in_scope:.1%} of those in scope, "
+        f"{of_all:.1%} of all) |"
+    )
+    print("\n| refused | because | such as |\n|--:|---|---|")
+    for text, count in measured.reasons.most_common():
+        print(f"| {count} | {text} | {measured.examples[text]} |")
 
 
 if __name__ == "__main__":

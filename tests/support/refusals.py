@@ -222,7 +222,11 @@ REFUSALS = {
         MOCK + "--lr-warmup-iters 2 --lr-warmup-fraction 0.1",
         "--lr-warmup-fraction --lr-warmup-iters",
     ),
-    "recompute what": (1, MOCK + "--recompute-method block", "--recompute-method --recompute-granularity"),
+    "recompute what": (
+        1,
+        MOCK + "--recompute-granularity selective --recompute-method block",
+        "--recompute-method --recompute-granularity",
+    ),
     "split": (1, REAL + "--data-path x --split 1e3,1", "--split 1e3,1 1e3 969,30,1"),
     "split of nan": (1, REAL + "--data-path x --split 1,nan,0", "--split 1,nan,0 nan"),
     "blend": (1, REAL + "--data-path 0.5 a 0 b", "--data-path 0.0"),

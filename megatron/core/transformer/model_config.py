@@ -77,7 +77,8 @@ class RecomputeConfig(FlagConfig):
         full = self.recompute_granularity == "full"
         if full and self.recompute_method is None:
             yield "--recompute-granularity full needs --recompute-method uniform or block"
-        if not full and (self.recompute_method is not None or self.recompute_num_layers is not None):
+        is_selective = self.recompute_granularity == "selective"
+        if is_selective and (self.recompute_method is not None or self.recompute_num_layers is not None):
             yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
         of_full = {
             "--distribute-saved-activations": self.distribute_saved_activations,

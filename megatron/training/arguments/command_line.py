@@ -210,8 +210,8 @@ def parse_args(
     no_effect |= unread_here | config.without_effect
     notes = [note for description in taken for note in description.notes]
     notes += repeated_flags(parser, words)
-    notes += _lines("no effect here", no_effect)
-    notes += _lines("WARNING", warned)
+    notes += reason_lines("no effect here", no_effect)
+    notes += reason_lines("WARNING", warned)
 
     # collect the values for `get_args()`
     values = unsupported_flag_values(others) | _option_defaults(parser) | settings
@@ -384,7 +384,7 @@ def _expand_shorthand(given: Mapping[str, Any], settings: dict[str, Any]) -> lis
     return problems
 
 
-def _lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
+def reason_lines(kind: str, reasons: Mapping[str, str]) -> list[str]:
     """Return one line for each reason: `no effect here: --a --b: reason`."""
     flags_by_reason: dict[str, list[str]] = {}
     for flag, reason in reasons.items():

@@ -26,6 +26,28 @@ def unread_flags(config: Any) -> dict[str, str]:
     return reasons
 
 
+def without_effect_on_few_ranks(config: Any, world_size: int) -> dict[str, str]:
+    """Return flag -> why it has no effect on this number of processes, for flags whose value is not the default."""
+    reasons: dict[str, str] = {}
+    data_parallel = config.data_parallel
+    is_alone = config.data_parallel_size(world_size) * config.parallel.context_parallel_size == 1
+    if is_alone and data_parallel.stage <= 1 and config.offload.tier == "device":  # else a shard may leave the device
+        names = ["overlap_grad_reduce", "grad_reduce_in_bf16"]
+        if data_parallel.stage == 1:
+            names += [
+                "overlap_param_gather",
+                "use_distributed_optimizer",
+                "zero_stage",
+                "data_parallel_sharding_strategy",
+            ]
+        for flag in _changed(data_parallel, names):
+            reasons[flag] = "one data-parallel rank has no other to share with"
+    if world_size == 1:
+        for flag in _changed(config.guard, ("check_weight_hash_across_dp_replicas_interval", "test_mode")):
+            reasons[flag] = "one rank has no copies to compare"
+    return reasons
+
+
 Unread = tuple[Any, Sequence[str], str]  # a component, the settings that nothing reads, why
 
 
@@ -60,6 +82,12 @@ def _of_model(config: Any) -> Iterator[Unread]:
             ("window_size",),
             f"no layer has a window with --window-attn-skip-freq {model.window_attn_skip_freq}",
         )
+    if model.recompute_granularity is None:
+        why = "nothing is recomputed without --recompute-granularity"
+        yield model, ("recompute_method", "recompute_num_layers"), why
+    if model.add_bias_linear:
+        of_biases = ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias")
+        yield model, of_biases, "every linear layer has a bias without --disable-bias-linear"
     if model.untie_embeddings_and_output_weights:
         yield model, ("scale_decoder_outputs",), "the output layer is not the word table"
     if not (model.bf16 or model.fp16):
@@ -82,6 +110,8 @@ def _of_pipeline(config: Any) -> Iterator[Unread]:
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
             "scatter_gather_tensors_in_pipeline",
+            "num_layers_per_virtual_pipeline_stage",
+            "use_tp_pp_dp_mapping",
         )
         yield parallel, of_stages, "there is one stage with --pipeline-model-parallel-size 1"
     elif parallel.tensor_model_parallel_size == 1:

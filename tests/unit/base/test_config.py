@@ -26,6 +26,7 @@ from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, REFUSED, SHORTHAND
+from megatron.training.arguments.unused_settings import without_effect_on_few_ranks
 from megatron.training.num_samples import notes_of_no_validation
 
 
@@ -365,6 +366,16 @@ FLAGS_AND_SAID = [
         "--rerun-interval 1",
         "--error-injection-rate --error-injection-type --rerun-interval",
     ),
+    (
+        "--recompute-method uniform --recompute-num-layers 2",
+        "--recompute-granularity full",
+        "--recompute-method --recompute-num-layers --recompute-granularity",
+    ),
+    (
+        "--add-qkv-bias --add-attention-output-bias --add-mlp-bias",
+        "--disable-bias-linear",
+        "--add-qkv-bias --add-attention-output-bias --add-mlp-bias --disable-bias-linear",
+    ),
     # settings that only say more about a flag that is absent
     (
         "--tensorboard-log-interval 5 --no-log-loss-scale-to-tensorboard",
@@ -391,9 +402,10 @@ FLAGS_AND_SAID = [
     ),
     ("--eval-interval 5 --eval-iters 0", None, "--eval-interval --eval-iters 0"),
     (
-        "--no-scatter-gather-tensors-in-pipeline --account-for-loss-in-pipeline-split",
+        "--no-scatter-gather-tensors-in-pipeline --account-for-loss-in-pipeline-split --use-tp-pp-dp-mapping",
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
-        "--no-scatter-gather-tensors-in-pipeline --account-for-loss-in-pipeline-split --pipeline-model-parallel-size 1",
+        "--no-scatter-gather-tensors-in-pipeline --account-for-loss-in-pipeline-split --use-tp-pp-dp-mapping "
+        "--pipeline-model-parallel-size 1",
     ),
     (
         "--no-scatter-gather-tensors-in-pipeline --pipeline-model-parallel-size 2",
@@ -476,3 +488,26 @@ def test_a_run_without_a_validation_set_says_so(flags: str, valid: list | None, 
     notes = notes_of_no_validation(config, {"valid": valid, "test": test})
     assert tells_each(notes, said)
     assert ("--split" in "".join(notes)) == ("--split" in (said or ""))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "named"),
+    [
+        ("--overlap-grad-reduce --grad-reduce-in-bf16", 1, "--overlap-grad-reduce --grad-reduce-in-bf16"),
+        ("--use-distributed-optimizer --overlap-param-gather", 1, "--use-distributed-optimizer --overlap-param-gather"),
+        ("--use-distributed-optimizer --tensor-model-parallel-size 2", 2, "--use-distributed-optimizer"),
+        ("--use-distributed-optimizer --context-parallel-size 2", 2, ""),  # its ranks share the optimizer's state too
+        ("--use-distributed-optimizer --overlap-grad-reduce", 2, ""),
+        ("--zero-stage 3", 1, ""),  # parameters leave the model between their uses
+        ("--zero-stage 0", 1, ""),
+        (
+            "--test-mode --check-weight-hash-across-dp-replicas-interval 5",
+            1,
+            "--check-weight-hash-across-dp-replicas-interval --test-mode",
+        ),
+        ("--test-mode", 2, ""),
+    ],
+)
+def test_flags_that_need_more_ranks_are_named(flags: str, ranks: int, named: str):
+    config = parse_args(f"--micro-batch-size 1 {flags}".split())[0]
+    assert sorted(without_effect_on_few_ranks(config, ranks)) == sorted(named.split())

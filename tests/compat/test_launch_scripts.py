@@ -1,0 +1,89 @@
+"""The collector of Megatron's launch scripts sees what they start; with a clone: at least 95 % of those in scope are accepted.
+
+MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_launch_scripts.py -m sweep
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from launch_scripts import Command, Recorder, measure, of_scripts, our_problems, words_of_value, write_recorders
+
+CLONE = os.environ.get("MEGATRON_LM_PATH")
+
+LAUNCHER = """#!/bin/bash
+set -e
+CHECKPOINTS=<Specify path>
+GPUS=4
+rm -rf $CHECKPOINTS
+torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py --num-layers 2 --save $CHECKPOINTS --load $1
+"""
+SUBMITTED = """#!/bin/bash
+MODEL="--num-layers 4"
+srun --container-image x bash -c "cd /workspace; python -u /code/pretrain_bert.py $MODEL --split '949,50,1'"
+python3 tools/other.py --num-layers 8
+"""
+
+
+@pytest.fixture
+def tree() -> Iterator[Path]:
+    """Two scripts of a release, where a user without rights may read them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        (Path(folder) / "tree").mkdir()
+        (Path(folder) / "tree" / "a.sh").write_text(LAUNCHER)
+        (Path(folder) / "tree" / "b.sh").write_text("sbatch --nodes=3 c.sh  # pretrain")
+        (Path(folder) / "tree" / "c.sh").write_text(SUBMITTED)
+        yield Path(folder) / "tree"
+
+
+def test_a_script_starts_what_it_would_start_and_nothing_runs(tree: Path):
+    write_recorders(tree.parent / "bin")
+    found = list(of_scripts(tree, Recorder(tree, tree.parent / "bin")))
+    gpt, from_sbatch, alone = found
+    assert (gpt.source, gpt.program, gpt.ranks) == ("a.sh", "pretrain_gpt.py", 8)
+    assert gpt.words == ["--num-layers", "2", "--save", "/data/given", "--load", "/data/argument1"]
+    assert (from_sbatch.source, from_sbatch.program, from_sbatch.ranks) == ("b.sh", "pretrain_bert.py", 24)
+    assert from_sbatch.words == ["--num-layers", "4", "--split", "949,50,1"] == alone.words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (True, []),
+        ("", []),
+        (False, ["false"]),
+        (1e-5, ["1e-05"]),
+        ("[attn mlp]", ["attn", "mlp"]),
+        (["384 384 97656250"], ["384", "384", "97656250"]),
+        ("0:384 200B:768", ["0:384 200B:768"]),
+        ("([0]*2+[1]*3)", ["([0]*2+[1]*3)"]),
+    ],
+)
+def test_a_value_becomes_the_words_that_the_runner_makes_of_it(value, words):
+    assert words_of_value(value, is_quoted=True) == words
+
+
+def test_our_parser_and_its_rules_judge_a_command():
+    words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
+    data = "--data-path a --vocab-file v --merge-file m --tensor-model-parallel-size 2 --deterministic-mode"
+    assert not our_problems(Command("a.sh", "pretrain_gpt.py", [*words.split(), *data.split()], 8))
+    (problem,) = our_problems(Command("a.sh", "pretrain_gpt.py", [*words.split(), *data.split()], 3))
+    assert "world size 3" in problem
+    experts = Command("a.sh", "pretrain_gpt.py", [*words.split(), *data.split(), "--num-experts=8"], 8)
+    assert experts.asks_for() == ["experts"] and len(our_problems(experts)) == 1
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(CLONE is None or not Path(CLONE).is_dir(), reason="MEGATRON_LM_PATH names no clone of Megatron-LM")
+def test_megatrons_own_scripts_are_accepted():
+    measured = measure(CLONE, Path(tempfile.mkdtemp()))
+    totals = measured.totals
+    assert totals["scripts"] > 700
+    assert totals["accepted"] >= 0.95 * totals["in scope"], measured.reasons.most_common(20)
