@@ -29,7 +29,8 @@ def output_parameter(linear: ParallelLinear, *more: int, init: InitialValue) -> 
     if isinstance(linear, RowParallelLinear):
         return linear.tp.replicated(whole, init)
     local = (linear.weight.shape[0], *more)
-    return linear.tp.parameter(local, replace(linear.weight.placement, shape=whole, init=init))
+    placement = replace(linear.weight.placement, shape=whole, init=init, init_per_matrix=False)
+    return linear.tp.parameter(local, placement)
 
 
 def input_parameter(linear: ParallelLinear, *before: int, init: InitialValue) -> nn.Parameter:
