@@ -181,7 +181,7 @@ def _missing(config: Config, _: int) -> Iterator[str]:
                 yield f"{flags_of(field)[0]} is required"
     if trains and config.training.train_iters is None and config.training.train_samples is None:
         yield "--train-iters (or --train-samples) is required"
-    if config.data.seq_length is None or config.tokenizer.tokenizer_type is None:
+    if config.data.seq_length is None and config.tokenizer.tokenizer_type is None:
         yield from _checkpoint_has_them(config.checkpoint)
 
 

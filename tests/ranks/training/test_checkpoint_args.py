@@ -8,7 +8,7 @@ from whole_run import TINY, run
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import manifest_format as disk
-from megatron.training.arguments.checkpoint_args import _MODEL, _TOKENIZER, _words
+from megatron.training.arguments.checkpoint_args import _MODEL, _TOKENIZER, words_of_setting
 from megatron.training.arguments.command_line import make_parser, parse_args
 
 MODEL = shlex.split(
@@ -110,7 +110,7 @@ def test_every_setting_that_is_taken_can_be_said_by_flags():
             for name in names
         }
         again = parse_args(
-            [word for name, value in values.items() for word in _words(name, value, parser)]
+            [word for name, value in values.items() for word in words_of_setting(name, value, parser)]
         ).config.as_json()
         assert values == {name: again["transformer" if name in _MODEL else "tokenizer"][name] for name in values}
 
