@@ -30,7 +30,8 @@ def without_effect_on_few_ranks(config: Any, world_size: int) -> dict[str, str]:
     """Return flag -> why it has no effect on this number of processes, for flags whose value is not the default."""
     reasons: dict[str, str] = {}
     data_parallel = config.data_parallel
-    is_alone = config.data_parallel_size(world_size) * config.parallel.context_parallel_size == 1
+    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    is_alone = world_size == model_ranks  # no other rank has gradients of the same parameters
     if is_alone and data_parallel.stage <= 1 and config.offload.tier == "device":  # else a shard may leave the device
         names = ["overlap_grad_reduce", "grad_reduce_in_bf16"]
         if data_parallel.stage == 1:

@@ -291,7 +291,9 @@ def test_settings_that_cannot_work_say_what_to_change(data):
 
     files = {"data_path": [data.prefix], "data_cache_path": str(data.cache)}
     refused("set --seq-length", **files)
-    refused("0 training samples requested; raise --train-iters", (0, 1, 1), seq_length=S, **files)
+    assert (
+        build_gpt_datasets(DataConfig(seq_length=S, **files), TOKENIZER, [0, 1, 1], 1)[0] is None
+    )  # as for --skip-train
     refused("set --data-path PREFIX, or --mock-data", seq_length=S)
     refused("so one epoch cannot be requested", (None, 0, 0), seq_length=S, mock_data=True)
     refused("leaves no document of 60 to the train split", seq_length=S, split="1,1000", **files)

@@ -112,7 +112,7 @@ MIXED_FIELDS = fields_of("""
                 *("--no-load-rng", "--no-load-optim"),  # there is no --load
             },
         ),
-        (MIXED, MIXED_FIELDS, {"--lr-warmup-init"}),  # there is no warm-up
+        (MIXED, MIXED_FIELDS, {"--lr-warmup-init", "--use-tp-pp-dp-mapping"}),  # there is no warm-up, and one rank
     ],
     ids=["gpt-345m", "llama-8b", "the rest"],
 )
