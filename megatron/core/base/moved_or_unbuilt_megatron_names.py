@@ -22,7 +22,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "megatron.core.datasets.blended_megatron_dataset_config": {"megatron.core.datasets.utils": "Split"},
     "megatron.core.datasets.gpt_dataset": {
-        "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
+        "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset"
     },
     "megatron.core.datasets.megatron_dataset": {
         "megatron.core.datasets.indexed_dataset": "MMapIndexedDataset",

@@ -6,7 +6,6 @@ Other settings that have changed are printed.
 import contextlib
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -158,8 +157,11 @@ def absent_parameters(
     if len(others) == 1:
         print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, others[0])}: it gets first values{with_state}")
     elif others:
-        by_layer = Counter(_LAYER_NUMBER.sub(".*.", with_hf_names(state, name)) for name in others)
-        listed = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in by_layer.items())
+        by_layer: dict[str, list[str]] = {}
+        for name in others:
+            shown_name = with_hf_names(state, name)
+            by_layer.setdefault(_LAYER_NUMBER.sub(".*.", shown_name), []).append(shown_name)
+        listed = ", ".join(f"{key} ({len(names)})" if len(names) > 1 else names[0] for key, names in by_layer.items())
         print_rank_0(f"WARNING: {source} lacks {len(others)} parameters, which get first values{with_state}: {listed}")
     return {f"{_MODEL}{name}" for name in lacking}
 
