@@ -8,9 +8,10 @@
     torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join through initialize_megatron
     torchrun --nproc-per-node 2 examples/walkthrough.py engine      DeepSpeed's engine over a plain torch model
 
-The first five need one process: the rank is real, built by pretrain_gpt.py's own functions, and its peers are simulated: their
-collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
-`step --world-size 8 --tensor-model-parallel-size 4 --zero-stage 3`.
+The first five need one process: the rank is built by pretrain_gpt.py's own functions, of tensors without values; its peers are
+simulated, and their collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
+`step --world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --zero-stage 2`. With --yaml-cfg, --hf-config or
+another flag whose file describes a model, that model is shown in its own layout.
 """
 
 import contextlib
@@ -18,8 +19,9 @@ import os
 import sys
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,17 +44,42 @@ from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
 from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, build_rank_parts, mesh_of
+from megatron.training.memory.fake_tensor_mode import META, ShapesOnly
 from megatron.training.memory.predicted_memory_table import amount, table
 from megatron.training.step import train_step
-from tools.estimating.job import read
+from tools.estimating.job import JobAndArgs, read
 
-SMALL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 127 --micro-batch-size 1 "
-    "--attention-dropout 0 --device cpu --ddp-bucket-size 16384 --overlap-grad-reduce"
-)
-LAYOUT = "--world-size 16 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
-MEGATRON = f"{LAYOUT} {SMALL} --global-batch-size 16 --use-distributed-optimizer"
-SHARDED = f"--world-size 4 {SMALL} --num-layers 2 --global-batch-size 8"
+# The job that is shown where the flags name no other, by the names of settings.
+SMALL = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 127,
+    "micro_batch_size": 1,
+    "attention_dropout": 0.0,
+    "ddp_bucket_size": 16384,
+    "overlap_grad_reduce": True,
+}
+MEGATRON = {
+    **SMALL,
+    "world_size": 16,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 4,
+    "global_batch_size": 16,
+    "use_distributed_optimizer": True,
+}
+SHARDED = {**SMALL, "num_layers": 2, "world_size": 4, "global_batch_size": 8}
+# Flags whose file or folder describes another model.
+OTHER_MODELS = {"--yaml-cfg", "--hf-config", "--pretrained-checkpoint", "--load"}
+
+
+def read_job(words: Sequence[str], shown: Mapping[str, Any]) -> JobAndArgs:
+    """Read the job of a command line, on CPUs: `shown`, with what the flags change, or the one that a file describes."""
+    flags = {word.split("=")[0] for word in words}
+    defaults = {} if flags & OTHER_MODELS else shown
+    return read(words, {**defaults, "device": "cpu"})
 
 
 # ---------------------------------------------------------------- groups
@@ -91,9 +118,12 @@ def groups(job: Job) -> None:
 
 @contextlib.contextmanager
 def one_rank(job: Job, rank: int) -> Iterator[tuple[Mesh, RankParts]]:
-    """Build one rank of the job; yield its mesh, and its chunks, optimizer and pipeline."""
+    """Build one rank of the job; yield its mesh, and its chunks, optimizer and pipeline.
+
+    Tensors have shapes but no values inside the block, so that a large model takes no memory.
+    """
     mesh = mesh_of(job.runtime.config, job.runtime.world_size, rank)
-    with alone(job.runtime, mesh) as runtime:
+    with alone(job.runtime, mesh) as runtime, META, ShapesOnly("cpu"):
         yield mesh, build_rank_parts(runtime, job)
 
 
@@ -285,7 +315,7 @@ def record_by_hook(mesh: Mesh) -> dict[tuple[str, str], list[int]]:
 
 def stages_to_show(words: Sequence[str]) -> Iterable[int]:
     """Return the ZeRO stage that the flags choose, by whichever flag, or all stages."""
-    config = read([*SHARDED.split(), *words]).job.runtime.config.data_parallel
+    config = read_job(words, SHARDED).job.runtime.config.data_parallel
     is_chosen = (
         config.use_distributed_optimizer
         or config.zero_stage is not None
@@ -297,7 +327,7 @@ def stages_to_show(words: Sequence[str]) -> Iterable[int]:
 def zero(words: Sequence[str]) -> None:
     """Print what a rank stores in each ZeRO stage, and the hook that issues each data-parallel collective of a step."""
     for stage in stages_to_show(words):
-        job, args = read([*SHARDED.split(), *words, "--zero-stage", str(stage)])
+        job, args = read_job([*words, "--zero-stage", str(stage)], SHARDED)
         rank = args.rank or 0
         with one_rank(job, rank) as (mesh, parts):
             counts = resident_elements(buffers_of(parts))
@@ -319,8 +349,9 @@ def zero(words: Sequence[str]) -> None:
 
 def start(words: Sequence[str]) -> None:
     """Initialize by Megatron's functions and print, on rank 0, each rank's groups. Every rank must call."""
-    flags = f"{SMALL} --global-batch-size 4 --tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer "
-    runtime = initialize_megatron(argv=[*f"{flags} --train-iters 1 --lr 1e-3".split(), *words])
+    defaults = {**SMALL, "global_batch_size": 4, "tensor_model_parallel_size": 2, "device": "cpu"}
+    defaults |= {"mock_data": True, "tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-3}
+    runtime = initialize_megatron(args_defaults=defaults, argv=words)
     tensor_ranks = list(runtime.mesh["tp"].ranks)
     data_ranks = list(runtime.mesh.samples.ranks)
     print_in_rank_order(
@@ -398,7 +429,7 @@ def main(arguments: Sequence[str]) -> None:
     if name in ("zero", "start", "engine"):
         command(words)
         return
-    job, args = read([*MEGATRON.split(), *words])
+    job, args = read_job(words, MEGATRON)
     if name == "groups":
         command(job)
     else:
