@@ -1,18 +1,19 @@
 """Show what the functions of Megatron and DeepSpeed do here, on a CPU and in seconds. docs/walkthrough.md explains the output.
 
-    python examples/walkthrough.py groups           the groups that initialize_model_parallel makes of 16 ranks, TP 2, PP 4
-    python examples/walkthrough.py model --rank 5   one rank's part of the model: its parameters, and how each is sharded
-    python examples/walkthrough.py buffers --rank 5 the contiguous buffers of its DistributedDataParallel
-    python examples/walkthrough.py step --rank 5    the collectives that it issues in a training step, by phase
-    python examples/walkthrough.py zero             ZeRO 0 to 3, or the stage given: what a rank stores, and which hook communicates
+    python examples/walkthrough.py groups            the groups that initialize_model_parallel makes of 16 ranks, TP 2, PP 4
+    python examples/walkthrough.py model --rank 5    one rank's part of the model: its parameters, and how each is sharded
+    python examples/walkthrough.py buffers --rank 5  the contiguous buffers of its DistributedDataParallel
+    python examples/walkthrough.py step --rank 5     the collectives that it issues in a training step, by phase
+    python examples/walkthrough.py zero              ZeRO 0 to 3, or the stage given: what a rank stores, and which hook sends
     torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join through initialize_megatron
     torchrun --nproc-per-node 2 examples/walkthrough.py engine      DeepSpeed's engine over a plain torch model
 
 The first five need one process: the rank is built by pretrain_gpt.py's own functions, of tensors without values; its peers are
 simulated, and their collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
-`step --world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --zero-stage 2`. With --yaml-cfg, --hf-config or
+`step --world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 3`. With --yaml-cfg, --hf-config or
 another flag whose file describes a model, that model is shown in its own layout.
 """
+# ruff: noqa: E402  (the command is checked before torch is imported, which takes seconds)
 
 import contextlib
 import os
@@ -26,12 +27,32 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+COMMANDS = ("groups", "model", "buffers", "step", "zero", "start", "engine")
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """Print the help and exit if it is asked for, or exit with status 2 if the arguments name no command."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        sys.exit()
+    if not arguments or arguments[0] not in COMMANDS:
+        given = f"{arguments[0]} is none of them" if arguments else "give one"
+        print(
+            f"walkthrough: the commands are {', '.join(COMMANDS)}; {given}, and --help describes them", file=sys.stderr
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    check_command(sys.argv[1:])
+
 import torch
 from torch import nn
 
 from megatron import deepspeed
 from megatron.core import mpu
-from megatron.core.base.tolerate_broken_output import keep_running, until_reader_ends
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.tolerate_broken_output import keep_running, print_stderr, until_reader_ends
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.parallel import collectives
@@ -85,22 +106,38 @@ def read_job(words: Sequence[str], shown: Mapping[str, Any]) -> JobAndArgs:
 # ---------------------------------------------------------------- groups
 
 
+AXES_OF_MEGATRON = {
+    "data_parallel": "dp",
+    "tensor model-parallel": "tp",
+    "pipeline model-parallel": "pp",
+    "model-parallel": "mp",
+}
+FURTHER_AXES = {
+    "context-parallel": "cp",
+    "data- and context-parallel": "dp_cp",
+    "tensor- and context-parallel": "tp_cp",
+    "exchange of heads (a2a+p2p)": "cp_heads",
+    "ring of keys (a2a+p2p)": "cp_ring",
+    "key/value head": "kv",
+    "optimizer instance": "dp_inner_cp",
+    "replicas of an optimizer instance": "dp_outer",
+}
+
+
 def groups(job: Job) -> None:
     """Print the process groups of all ranks, in the words of the docstring of Megatron's initialize_model_parallel."""
     config = job.runtime.config
     world_size = job.runtime.world_size
     meshes = [mesh_of(config, world_size, rank) for rank in range(world_size)]
 
-    # for each name, the group that each rank is in
-    axis_of_name = {
-        "data_parallel": "dp",
-        "tensor model-parallel": "tp",
-        "pipeline model-parallel": "pp",
-        "model-parallel": "mp",
-    }
-    group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in axis_of_name.items()}
-    if meshes[0]["cp"].size > 1:
-        group_per_rank["context-parallel"] = [mesh["cp"].ranks for mesh in meshes]
+    # for each name, the group that each rank is in; of further axes those that have groups of their own
+    group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in AXES_OF_MEGATRON.items()}
+    for name, axis in FURTHER_AXES.items():
+        if axis not in meshes[0]:
+            continue
+        groups_of_axis = [mesh[axis].ranks for mesh in meshes]
+        if max(map(len, groups_of_axis)) > 1 and groups_of_axis not in group_per_rank.values():
+            group_per_rank[name] = groups_of_axis
     group_per_rank["embedding"] = [mesh.embedding_ranks for mesh in meshes]
 
     # the members of a group name the same group: print it once
@@ -373,7 +410,7 @@ def print_in_rank_order(text: str, world: Axis | None = None) -> None:
 def engine(words: Sequence[str]) -> None:
     """Train a plain torch model with `deepspeed.initialize`, in each ZeRO stage. Every rank must call."""
     if words:
-        sys.exit("engine takes no flags; edit its config")
+        raise ConfigError("engine takes no flags; edit its config")
     deepspeed.init_distributed(verbose=False)
     print_in_rank_order(f"cdb: {deepspeed.comm.cdb}")
     config = {
@@ -420,25 +457,29 @@ def micro_step(ds_engine: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> tup
     return loss.item(), lines
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run the command that the first argument names, with the other arguments as its flags."""
-    if not arguments or arguments[0] not in ("groups", "model", "buffers", "step", "zero", "start", "engine"):
-        sys.exit(__doc__)
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names, with the other arguments as its flags; return the exit status."""
     name, *words = arguments
     command = globals()[name]
-    if name in ("zero", "start", "engine"):
-        command(words)
-        return
-    job, args = read_job(words, MEGATRON)
-    if name == "groups":
-        command(job)
-    else:
-        command(job, args.rank or 0)
+    try:
+        if name in ("zero", "start", "engine"):
+            command(words)
+            return 0
+        job, args = read_job(words, MEGATRON)
+        if name == "groups":
+            command(job)
+        else:
+            command(job, args.rank or 0)
+    except ConfigError as error:
+        problems = "\n".join(f"  - {problem}" for problem in error.problems)
+        print_stderr(f"cannot show {name}, {len(error.problems)} problem(s):\n{problems}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
     if launched_world_size() > 1:  # a rank must not exit early when its output is closed: the others wait for it
         keep_running()
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     else:
         sys.exit(until_reader_ends(lambda: main(sys.argv[1:])))
