@@ -24,7 +24,11 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 RECIPES = [*sorted((EXAMPLES / "recipes").glob("*.yaml")), EXAMPLES / "shakespeare_char.yaml"]
 OWN_WEIGHTS = [path for path in RECIPES if path.stem != "longer-context"]  # which goes on from a folder
 SCRIPTS = {"bert": pretrain_bert, "t5": pretrain_t5}
-WORDS = ["--tokenizer-type", "NullTokenizer", "--vocab-size"]  # shakespeare_char.yaml names a file that its tutorial makes
+WORDS = [
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+]  # shakespeare_char.yaml names a file that its tutorial makes
 # The command of examples/recipes/README.md, for any recipe; and what a recipe's own options need in this size.
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --ffn-hidden-size 128 --seq-length 64 "
