@@ -79,11 +79,7 @@ def read(words: Sequence[str], job_defaults: Mapping[str, Any] | None = None) ->
     other_model = other_model_problem(config, script.rules)
     if other_model is not None:
         raise _refusal([other_model])
-    problems = [
-        *_problems_of(config, world_size),
-        *hf_config_problems(config),
-        *script.rules.problems(config, None),
-    ]
+    problems = [*_problems_of(config, world_size), *hf_config_problems(config), *script.rules.problems(config, None)]
     if any("pretrain_t5.py" in problem for problem in problems):
         problems.append(f"the model is that of --model {tool_flags.model}; --model t5 has an encoder and a decoder")
     if problems:
