@@ -66,8 +66,8 @@ SCRIPTS = {
 _DATA_COMPONENTS = ("data", "fim", "masked_data", "tokenizer")
 _SIZES = (
     "micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed train_iters "
-    "train_samples eval_interval eval_iters seed lr tensor_model_parallel_size pipeline_model_parallel_size "
-    "num_distributed_optimizer_instances"
+    "train_samples eval_interval eval_iters eval_global_batch_size seed lr tensor_model_parallel_size "
+    "pipeline_model_parallel_size num_distributed_optimizer_instances"
 )
 UNREAD = {}  # setting without effect here -> the reason, for its help
 for _component, _config_class in COMPONENTS.items():
@@ -127,8 +127,8 @@ def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str,
 
     # build the data sets that the run would request
     train_iters = config.train_iters(world_size)
-    batch_size = config.batch_sizes(world_size).last
-    num_samples = samples_to_request(config.training, config.data, train_iters, batch_size, TrainState())
+    batch_sizes = (config.batch_sizes(world_size).last, config.eval_batch_size(world_size))
+    num_samples = samples_to_request(config.training, config.data, train_iters, batch_sizes, TrainState())
     datasets = script.build(config, tokenizer, num_samples, config.training.seed, say=say, progress=say)
 
     lengths = {}

@@ -286,7 +286,7 @@ def parse_and_check_settings(
 
 
 def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a note on flags without effect on so few ranks, one if ZeRO shards nothing, and one on the rounding of --reuse-fp32-param.
+    """Yield notes on flags without effect on so few ranks, on a ZeRO that shards nothing, and on --reuse-fp32-param.
 
     ZeRO shards nothing where each sharding group is a single rank.
     """

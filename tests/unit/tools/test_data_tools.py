@@ -337,7 +337,7 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
         assert tool.main(words[2:]) == 0, (words, capsys.readouterr().err)
         ran.add(tool.__name__.removeprefix("tools."))
     tools = {"stdlib_corpus", "train_tokenizer", "preprocess_data", "inspect_dataset", "merge_datasets", "data_plan"}
-    assert ran == tools | {"prepare_cache"}
+    assert ran == tools | {"prepare_cache", "index_cache"}
     documents = [json.loads(line)["text"] for line in Path("plain.jsonl").read_text().splitlines()]
     assert documents == ["A first document,\nof two lines.", "A second one."]
     assert tells(capsys.readouterr().out, "70.00% data/library_text_document")

@@ -136,7 +136,7 @@ def test_a_schedule_of_a_fork_is_drawn_from_its_file(capsys, tmp_path):
 
 
 BROKEN = """
-from megatron.core.pipeline_parallel.schedule.actions import one_f_one_b
+from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import one_f_one_b
 def short(p, m, v):
     rows = one_f_one_b(p, m)
     return [rows[0][:-1], *rows[1:]]
