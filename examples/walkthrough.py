@@ -1,35 +1,58 @@
 """Show what the functions of Megatron and DeepSpeed do here, on a CPU and in seconds. docs/walkthrough.md explains the output.
 
-    python examples/walkthrough.py groups           the groups that initialize_model_parallel makes of 16 ranks, TP 2, PP 4
-    python examples/walkthrough.py model --rank 5   one rank's part of the model: its parameters, and how each is sharded
-    python examples/walkthrough.py buffers --rank 5 the contiguous buffers of its DistributedDataParallel
-    python examples/walkthrough.py step --rank 5    the collectives that it issues in a training step, by phase
-    python examples/walkthrough.py zero             ZeRO 0 to 3, or the stage given: what a rank stores, and which hook communicates
+    python examples/walkthrough.py groups            the groups that initialize_model_parallel makes of 16 ranks, TP 2, PP 4
+    python examples/walkthrough.py model --rank 5    one rank's part of the model: its parameters, and how each is sharded
+    python examples/walkthrough.py buffers --rank 5  the contiguous buffers of its DistributedDataParallel
+    python examples/walkthrough.py step --rank 5     the collectives that it issues in a training step, by phase
+    python examples/walkthrough.py zero              ZeRO 0 to 3, or the stage given: what a rank stores, and which hook sends
     torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join through initialize_megatron
     torchrun --nproc-per-node 2 examples/walkthrough.py engine      DeepSpeed's engine over a plain torch model
 
-The first five need one process: the rank is real, built by pretrain_gpt.py's own functions, and its peers are simulated: their
-collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
-`step --world-size 8 --tensor-model-parallel-size 4 --zero-stage 3`.
+The first five need one process: the rank is built by pretrain_gpt.py's own functions, of tensors without values; its peers are
+simulated, and their collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
+`step --world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 3`. With --yaml-cfg, --hf-config or
+another flag whose file describes a model, that model is shown in its own layout.
 """
+# ruff: noqa: E402  (the command is checked before torch is imported, which takes seconds)
 
 import contextlib
 import os
 import sys
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+COMMANDS = ("groups", "model", "buffers", "step", "zero", "start", "engine")
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """Print the help and exit if it is asked for, or exit with status 2 if the arguments name no command."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        sys.exit()
+    if not arguments or arguments[0] not in COMMANDS:
+        given = f"{arguments[0]} is none of them" if arguments else "give one"
+        print(
+            f"walkthrough: the commands are {', '.join(COMMANDS)}; {given}, and --help describes them", file=sys.stderr
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    check_command(sys.argv[1:])
 
 import torch
 from torch import nn
 
 from megatron import deepspeed
 from megatron.core import mpu
-from megatron.core.base.tolerate_broken_output import keep_running, until_reader_ends
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.tolerate_broken_output import keep_running, print_stderr, until_reader_ends
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer
 from megatron.core.parallel import collectives
@@ -42,20 +65,63 @@ from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
 from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, build_rank_parts, mesh_of
+from megatron.training.memory.fake_tensor_mode import META, ShapesOnly
 from megatron.training.memory.predicted_memory_table import amount, table
 from megatron.training.step import train_step
-from tools.estimating.job import read
+from tools.estimating.job import JobAndArgs, read
 
-SMALL = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 127 --micro-batch-size 1 "
-    "--attention-dropout 0 --device cpu --ddp-bucket-size 16384 --overlap-grad-reduce"
-)
-LAYOUT = "--world-size 16 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 4 "
-MEGATRON = f"{LAYOUT} {SMALL} --global-batch-size 16 --use-distributed-optimizer"
-SHARDED = f"--world-size 4 {SMALL} --num-layers 2 --global-batch-size 8"
+# The job that is shown where the flags name no other, by the names of settings.
+SMALL = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 127,
+    "micro_batch_size": 1,
+    "attention_dropout": 0.0,
+    "ddp_bucket_size": 16384,
+    "overlap_grad_reduce": True,
+}
+MEGATRON = {
+    **SMALL,
+    "world_size": 16,
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 4,
+    "global_batch_size": 16,
+    "use_distributed_optimizer": True,
+}
+SHARDED = {**SMALL, "num_layers": 2, "world_size": 4, "global_batch_size": 8}
+# Flags whose file or folder describes another model.
+OTHER_MODELS = {"--yaml-cfg", "--hf-config", "--pretrained-checkpoint", "--load"}
+
+
+def read_job(words: Sequence[str], shown: Mapping[str, Any]) -> JobAndArgs:
+    """Read the job of a command line, on CPUs: `shown`, with what the flags change, or the one that a file describes."""
+    flags = {word.split("=")[0] for word in words}
+    defaults = {} if flags & OTHER_MODELS else shown
+    return read(words, {**defaults, "device": "cpu"})
 
 
 # ---------------------------------------------------------------- groups
+
+
+AXES_OF_MEGATRON = {
+    "data_parallel": "dp",
+    "tensor model-parallel": "tp",
+    "pipeline model-parallel": "pp",
+    "model-parallel": "mp",
+}
+FURTHER_AXES = {
+    "context-parallel": "cp",
+    "data- and context-parallel": "dp_cp",
+    "tensor- and context-parallel": "tp_cp",
+    "exchange of heads (a2a+p2p)": "cp_heads",
+    "ring of keys (a2a+p2p)": "cp_ring",
+    "key/value head": "kv",
+    "optimizer instance": "dp_inner_cp",
+    "replicas of an optimizer instance": "dp_outer",
+}
 
 
 def groups(job: Job) -> None:
@@ -64,16 +130,14 @@ def groups(job: Job) -> None:
     world_size = job.runtime.world_size
     meshes = [mesh_of(config, world_size, rank) for rank in range(world_size)]
 
-    # for each name, the group that each rank is in
-    axis_of_name = {
-        "data_parallel": "dp",
-        "tensor model-parallel": "tp",
-        "pipeline model-parallel": "pp",
-        "model-parallel": "mp",
-    }
-    group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in axis_of_name.items()}
-    if meshes[0]["cp"].size > 1:
-        group_per_rank["context-parallel"] = [mesh["cp"].ranks for mesh in meshes]
+    # for each name, the group that each rank is in; of further axes those that have groups of their own
+    group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in AXES_OF_MEGATRON.items()}
+    for name, axis in FURTHER_AXES.items():
+        if axis not in meshes[0]:
+            continue
+        groups_of_axis = [mesh[axis].ranks for mesh in meshes]
+        if max(map(len, groups_of_axis)) > 1 and groups_of_axis not in group_per_rank.values():
+            group_per_rank[name] = groups_of_axis
     group_per_rank["embedding"] = [mesh.embedding_ranks for mesh in meshes]
 
     # the members of a group name the same group: print it once
@@ -91,9 +155,12 @@ def groups(job: Job) -> None:
 
 @contextlib.contextmanager
 def one_rank(job: Job, rank: int) -> Iterator[tuple[Mesh, RankParts]]:
-    """Build one rank of the job; yield its mesh, and its chunks, optimizer and pipeline."""
+    """Build one rank of the job; yield its mesh, and its chunks, optimizer and pipeline.
+
+    Tensors have shapes but no values inside the block, so that a large model takes no memory.
+    """
     mesh = mesh_of(job.runtime.config, job.runtime.world_size, rank)
-    with alone(job.runtime, mesh) as runtime:
+    with alone(job.runtime, mesh) as runtime, META, ShapesOnly("cpu"):
         yield mesh, build_rank_parts(runtime, job)
 
 
@@ -285,7 +352,7 @@ def record_by_hook(mesh: Mesh) -> dict[tuple[str, str], list[int]]:
 
 def stages_to_show(words: Sequence[str]) -> Iterable[int]:
     """Return the ZeRO stage that the flags choose, by whichever flag, or all stages."""
-    config = read([*SHARDED.split(), *words]).job.runtime.config.data_parallel
+    config = read_job(words, SHARDED).job.runtime.config.data_parallel
     is_chosen = (
         config.use_distributed_optimizer
         or config.zero_stage is not None
@@ -297,7 +364,7 @@ def stages_to_show(words: Sequence[str]) -> Iterable[int]:
 def zero(words: Sequence[str]) -> None:
     """Print what a rank stores in each ZeRO stage, and the hook that issues each data-parallel collective of a step."""
     for stage in stages_to_show(words):
-        job, args = read([*SHARDED.split(), *words, "--zero-stage", str(stage)])
+        job, args = read_job([*words, "--zero-stage", str(stage)], SHARDED)
         rank = args.rank or 0
         with one_rank(job, rank) as (mesh, parts):
             counts = resident_elements(buffers_of(parts))
@@ -319,8 +386,9 @@ def zero(words: Sequence[str]) -> None:
 
 def start(words: Sequence[str]) -> None:
     """Initialize by Megatron's functions and print, on rank 0, each rank's groups. Every rank must call."""
-    flags = f"{SMALL} --global-batch-size 4 --tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer "
-    runtime = initialize_megatron(argv=[*f"{flags} --train-iters 1 --lr 1e-3".split(), *words])
+    defaults = {**SMALL, "global_batch_size": 4, "tensor_model_parallel_size": 2, "device": "cpu"}
+    defaults |= {"mock_data": True, "tokenizer_type": "NullTokenizer", "train_iters": 1, "lr": 1e-3}
+    runtime = initialize_megatron(args_defaults=defaults, argv=words)
     tensor_ranks = list(runtime.mesh["tp"].ranks)
     data_ranks = list(runtime.mesh.samples.ranks)
     print_in_rank_order(
@@ -342,7 +410,7 @@ def print_in_rank_order(text: str, world: Axis | None = None) -> None:
 def engine(words: Sequence[str]) -> None:
     """Train a plain torch model with `deepspeed.initialize`, in each ZeRO stage. Every rank must call."""
     if words:
-        sys.exit("engine takes no flags; edit its config")
+        raise ConfigError("engine takes no flags; edit its config")
     deepspeed.init_distributed(verbose=False)
     print_in_rank_order(f"cdb: {deepspeed.comm.cdb}")
     config = {
@@ -389,25 +457,29 @@ def micro_step(ds_engine: deepspeed.DeepSpeedEngine, batch: torch.Tensor) -> tup
     return loss.item(), lines
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run the command that the first argument names, with the other arguments as its flags."""
-    if not arguments or arguments[0] not in ("groups", "model", "buffers", "step", "zero", "start", "engine"):
-        sys.exit(__doc__)
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names, with the other arguments as its flags; return the exit status."""
     name, *words = arguments
     command = globals()[name]
-    if name in ("zero", "start", "engine"):
-        command(words)
-        return
-    job, args = read([*MEGATRON.split(), *words])
-    if name == "groups":
-        command(job)
-    else:
-        command(job, args.rank or 0)
+    try:
+        if name in ("zero", "start", "engine"):
+            command(words)
+            return 0
+        job, args = read_job(words, MEGATRON)
+        if name == "groups":
+            command(job)
+        else:
+            command(job, args.rank or 0)
+    except ConfigError as error:
+        problems = "\n".join(f"  - {problem}" for problem in error.problems)
+        print_stderr(f"cannot show {name}, {len(error.problems)} problem(s):\n{problems}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
     if launched_world_size() > 1:  # a rank must not exit early when its output is closed: the others wait for it
         keep_running()
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     else:
         sys.exit(until_reader_ends(lambda: main(sys.argv[1:])))

@@ -15,6 +15,9 @@ ONE_IN = {
     "unit/training/test_memory.py::test_state_follows_the_published_bytes_a_parameter": 3,
     "unit/project/test_names.py::test_a_name_is_where_forks_import_it_from": 4,
     "unit/project/test_refusals.py::test_what_cannot_work_is_refused_in_words": 3,
+    "unit/tools/test_yaml_recipes.py::test_memory_is_predicted_of_every_recipe": 24,
+    "unit/tools/test_yaml_recipes.py::test_the_data_of_every_recipe_are_planned_or_refused_in_a_line": 5,
+    "unit/tools/test_yaml_recipes.py::test_the_walkthrough_shows_the_model_of_every_recipe": 5,
     "unit/tools/test_sentences.py::test_long_runs_take_linear_time": 5,
     "ranks/models/test_bert.py::test_every_layout_equals_one_process": 2,
     "ranks/inference/test_cache.py::test_cached_scores_equal_the_plain_forward": 5,
@@ -116,6 +119,8 @@ COMMAND_ONE_IN = {
     "unit/pipeline_parallel/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 4,
     "unit/project/test_checkout.py::test_a_tool_finds_the_scripts_of_models": 2,
     "unit/storage/test_s3.py::test_a_run_whose_store_ends_goes_on_to_the_same_bits": 2,
+    "unit/tools/test_yaml_recipes.py::test_every_recipe_trains_by_its_script_in_the_size_of_the_readme": 6,
+    "unit/tools/test_yaml_recipes.py::test_memory_is_predicted_of_every_recipe": 24,
     "unit/tools/test_reader_ends.py::test_a_reader_that_ends_first_ends_a_tool_without_a_word": 2,
     "unit/training/test_memory.py::test_activations_of_a_layer_are_the_published_ones": 2,
 }

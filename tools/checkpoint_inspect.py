@@ -31,12 +31,13 @@ from megatron.core.dist_checkpointing.manifest_format import TensorRecord, item_
 from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
 from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage.path_or_url import path_of
-from tools.errors import missing, run_tool
+from tools.errors import missing, naming_flag, run_tool
 
 _ROWS = 12  # of a picture, in characters
 _COLUMNS = 64
 _SHADES = " .:-=+*#%@"  # by the share of elements that differ
 _SHOWN = 20  # number of differences of the state, and of tensors in a PNG
+_SQUARES = 8  # tensors of a picture
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class CheckpointInspectConfig(FlagConfig):
     compare: str | None = option(None, "another checkpoint folder, to compare tensor by tensor", metavar="DIR")
     tolerance: float = option(0.0, "--compare: largest difference of two elements that count as equal")
     compare_step: WholeNumber | None = option(None, "iteration of --compare; default: the latest")
-    png: str | None = option(None, "PNG file: draw where the tensors differ", metavar="FILE")
+    png: str | None = option(None, "PNG file: draw how much of the tensors differs, and where", metavar="FILE")
     max_pictures: Count = option(4, "most pictures of differing tensors to print")
 
     def problems(self) -> Iterator[str]:
@@ -65,6 +66,8 @@ class CheckpointInspectConfig(FlagConfig):
             yield "--tolerance needs --compare, the checkpoint to compare with"
         if not self.tolerance >= 0:
             yield f"--tolerance is {self.tolerance}; it must be at least 0, where every bit counts"
+        if self.png is not None and Path(self.png).suffix.lower() != ".png":
+            yield f"--png ({self.png}) must end in .png: the tool writes a PNG"
         try:
             re.compile(self.tensors or "")
         except re.error as error:
@@ -272,25 +275,61 @@ def state_differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 
 
 def draw(differences: list[Difference], path: str) -> None:
-    """Draw the first tensors that differ side by side into one PNG."""
+    """Draw into one PNG how much of each tensor differs, and where in those tensors that differ in parts.
+
+    The first 20 tensors have a bar, the first 8 of those that differ in parts a square: a tensor that differs almost
+    everywhere would be a square of one colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    differences = differences[:_SHOWN]
-    columns = min(4, len(differences))
-    rows = -(-len(differences) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False)
-    for axis in axes.flat[len(differences) :]:
-        axis.set_visible(False)
-    for axis, item in zip(axes.flat, differences):
-        cells = shares(item.mask, 256, 256).numpy()
-        axis.imshow(cells, cmap="magma", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-        axis.set_title(item.name.replace("/", "/\n"), fontsize=6)
-        axis.tick_params(labelsize=5)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    shown = differences[:_SHOWN]
+    in_parts = [item for item in differences if item.count < 0.99 * item.mask.numel()][:_SQUARES]
+    columns = min(4, len(in_parts))
+    rows = -(-len(in_parts) // columns) if in_parts else 0
+    bars_height = 1 + 0.25 * len(shown)
+    figure = pyplot.figure(figsize=(max(10, 4 * columns), bars_height + 3.2 * rows), layout="constrained")
+    parts = figure.subfigures(
+        2 if rows else 1, 1, height_ratios=[bars_height, 3.2 * rows] if rows else None, squeeze=False
+    )
+
+    # a bar for each tensor
+    bars = parts[0, 0].subplots()
+    names = [item.name for item in reversed(shown)]  # bars are drawn from below
+    percents = [100 * item.count / item.mask.numel() for item in reversed(shown)]
+    drawn = bars.barh(range(len(names)), percents)
+    bars.bar_label(drawn, [f"by at most {item.largest:.3g}" for item in reversed(shown)], fontsize=7, padding=3)
+    bars.set_yticks(range(len(names)), names, fontsize=7)
+    more = f"; {len(differences) - len(shown)} more differ" if len(differences) > len(shown) else ""
+    bars.set(xlim=(0, 140), xlabel=f"elements that differ, in % of the tensor{more}")
+    bars.set_xticks(range(0, 101, 20))
+
+    # a square for each tensor that differs in parts
+    if rows:
+        grid = parts[1, 0].subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(in_parts) :]:
+            axes.set_visible(False)
+        for axes, item in zip(grid.flat, in_parts):
+            cells = shares(item.mask, 256, 256).numpy()
+            num_rows, num_columns = item.mask.shape
+            image = axes.imshow(
+                100 * cells,
+                cmap="viridis",
+                vmin=0,
+                vmax=100,
+                aspect="auto",
+                interpolation="nearest",
+                extent=(0, num_columns, num_rows, 0),
+            )
+            axes.set_title(item.name.replace("/", "/\n"), fontsize=7)
+            axes.set_xlabel("column", fontsize=7)
+            axes.set_ylabel("row", fontsize=7)
+            axes.tick_params(labelsize=6)
+        parts[1, 0].colorbar(image, ax=grid, label="elements that differ, in % of a dot", shrink=0.8)
+    with naming_flag("--png", path, "choose a file that can be written"):
+        figure.savefig(path, dpi=100, format="png")
     pyplot.close(figure)
 
 

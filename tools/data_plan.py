@@ -4,19 +4,31 @@
         --seq-length 1024 --global-batch-size 256 --train-iters 10000
 
 The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes nothing.
+--yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are counted
+by tools/prepare_cache.py, which builds their index.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, option
+from megatron.core.base.dataclass_flags import (
+    ConfigError,
+    Count,
+    FlagConfig,
+    FlagParser,
+    option,
+    option_fields,
+    read_flags,
+)
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_samples import plan_data_usage
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
+from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.planned_data_usage import DataUsage, total
 from tools.errors import run_tool
 
@@ -81,8 +93,43 @@ def table(usages: Sequence[DataUsage]) -> str:
     return "\n".join(lines)
 
 
+def read_flags_and_file(parser: FlagParser, arguments: list[str] | None) -> dict[str, Any]:
+    """Return the values of the flags, and of the --yaml-cfg file where no flag gives them."""
+    file_help = "read flags from FILE, as training does; the command line takes precedence"
+    parser.add_argument_group("File").add_argument("--yaml-cfg", metavar="FILE", default=None, help=file_help)
+    values = read_flags(parser, arguments)
+    path = values.pop("yaml_cfg")
+    if path is None:
+        return values
+
+    from megatron.training.arguments.command_line import merge_settings, settings_in_file  # needs torch
+
+    settings = settings_in_file(path)
+    refuse_sentences(path, settings)
+    return merge_settings(values, settings)
+
+
+def refuse_sentences(path: str, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the file of a BERT or T5. settings: those in the file, by name."""
+    of_t5 = [name for name in ("decoder_num_layers", "decoder_seq_length") if settings.get(name)]
+    of_masks = [field.name for field in option_fields(MaskedDataConfig) if field.name in settings]
+    if of_t5 or of_masks:
+        model = "t5" if of_t5 else "bert"
+        raise ConfigError(
+            f"{path} describes a {model.upper()} ({', '.join(of_t5 or of_masks)}): its samples are sentences, which only "
+            f"their index counts; run tools/prepare_cache.py --prepare-cache-model {model} with the same flags"
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
-    return run_tool(__file__, __doc__, [PlanConfig, DataConfig], lambda *configs: print(plan(*configs)), arguments)
+    return run_tool(
+        __file__,
+        __doc__,
+        [PlanConfig, DataConfig],
+        lambda *configs: print(plan(*configs)),
+        arguments,
+        read=read_flags_and_file,
+    )
 
 
 if __name__ == "__main__":

@@ -17,17 +17,19 @@ def run_tool(
     work: Callable[..., None],
     arguments: list[str] | None,
     interrupted: str = "nothing was written",
+    read: Callable[[FlagParser, list[str] | None], dict[str, Any]] = read_flags,
 ) -> int:
     """Read the flags of the config classes, call `work` with one instance of each, and return the exit status.
 
     path: the tool's file. doc: its docstring, of which --help shows the first line. interrupted: see `exit_status`.
+    read(parser, arguments): returns the values of the flags by name.
     """
 
     def read_and_work() -> None:
         parser = FlagParser(description=doc.splitlines()[0])
         for config in configs:
             add_flags(parser, config)
-        values = read_flags(parser, arguments)
+        values = read(parser, arguments)
         settings = [build(config, values) for config in configs]
         for config in settings:
             for flag, reason in config.without_effect.items():

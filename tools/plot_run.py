@@ -228,6 +228,10 @@ def draw(runs: dict[str, Curves], output: str) -> None:
     columns = min(2, len(panels))
     options = {"figsize": (7 * columns, 4 * rows), "layout": "constrained", "squeeze": False, "sharex": True}
     figure, grid = pyplot.subplots(rows, columns, **options)
+    # the ten colours of matplotlib would come again; of more runs the last are as far apart as the first
+    colours = [f"C{number}" for number in range(len(runs))]
+    if len(runs) > 10:
+        colours = list(matplotlib.colormaps["turbo"]([number / (len(runs) - 1) for number in range(len(runs))]))
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, unit, names) in zip(grid.flat, panels):
@@ -243,11 +247,11 @@ def draw(runs: dict[str, Curves], output: str) -> None:
                 else:
                     style = "o"  # a line of one point cannot be seen
                 label = f"{run}, {name}" if len(names) > 1 else run
-                axes.plot(*zip(*points), style, markersize=4, color=f"C{number}", label=label)
+                axes.plot(*zip(*points), style, markersize=4, color=colours[number], label=label)
         axes.set(title=title, xlabel="iteration", ylabel=unit)
         axes.tick_params(labelbottom=True)
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(fontsize="medium" if len(runs) <= 10 else "x-small")
     with naming_flag("--output", output, "choose a file that can be written"):
         Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=120, format="png")

@@ -1,11 +1,14 @@
-"""Draw a pipeline schedule and print its bubble and its memory, by simulation: needs neither torch nor a device.
+"""Draw pipeline schedules and print their bubble and their memory, by simulation: needs neither torch nor a device.
 
     python tools/plot_schedule.py --schedule zb-h1 --pipeline-model-parallel-size 4 --microbatches 8
-    python tools/plot_schedule.py --all --microbatches 16 --transfer-cost 0.1 --svg plots/schedule.svg
+    python tools/plot_schedule.py --schedule 1f1b zb-v --svg plots/two.png
+    python tools/plot_schedule.py --all --microbatches 16 --transfer-cost 0.1 --svg plots/schedules.svg
     python tools/plot_schedule.py --schedule interleaved --chunks 3 --input-cost 1.2 --weight-cost 0.8 --trace out.json
     python tools/plot_schedule.py --schedule examples/minimal_fork/schedule.py:rounds --microbatches 6
 
-Costs may be in any unit of time, such as measured milliseconds. --write-docs docs/schedules.md regenerates that page.
+Several schedules are drawn under one another on one axis of time. Their costs are those of one rank's layers, of which each of
+v chunks takes 1/v; the costs of a single schedule are those of one of its stages. Costs may be in any unit of time, such as
+measured milliseconds. --write-docs docs/schedules.md regenerates that page and its picture.
 """
 
 import importlib.util
@@ -13,10 +16,11 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,7 +28,7 @@ from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
 from megatron.core.base.user_error_or_bug import is_user_error
 from megatron.core.pipeline_parallel.schedule.actions import Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule.plot import chrome_trace, plot_svg, plot_text
+from megatron.core.pipeline_parallel.schedule.plot import Timeline, chrome_trace, plot_svg_of_several, plot_text
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks
 from megatron.core.pipeline_parallel.schedule.simulate import (
     DEFAULT_COST,
@@ -35,6 +39,7 @@ from megatron.core.pipeline_parallel.schedule.simulate import (
     peak_live_in_theory,
     simulate,
 )
+from tools.drawing.files import kind_problems, write_drawing
 from tools.errors import run_tool
 
 # Text about a flag of training in a schedule's error -> text about the flag of this tool.
@@ -52,10 +57,11 @@ _COST_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input", Op.W: "weight"}
 class PlotConfig(FlagConfig):
     """Schedule to draw."""
 
-    schedule: str = option(
-        "1f1b",
-        f"one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
+    schedule: list[str] = option(
+        ["1f1b"],
+        f"one or several of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION, a function (p, m, v) -> schedule of your own",
         flags=("--schedule", "--pipeline-schedule"),
+        metavar="NAME",
     )
     all: bool = option(False, "plot every schedule that supports the sizes")
     pipeline_model_parallel_size: int = option(4, "pipeline ranks")
@@ -63,7 +69,7 @@ class PlotConfig(FlagConfig):
     chunks: int | None = option(
         None, "model chunks per rank; default: 2 for interleaved, zb-interleaved and zb-v, else 1"
     )
-    forward_cost: float = option(1.0, "time of a forward of one stage")
+    forward_cost: float = option(1.0, "time of a forward of one stage; of several schedules, of one rank")
     backward_cost: float | None = option(
         None, "time of a backward; default: --input-cost + --weight-cost, or 2 forwards"
     )
@@ -71,11 +77,13 @@ class PlotConfig(FlagConfig):
     weight_cost: float | None = option(None, "time of the weight gradient; default: the rest of a backward")
     transfer_cost: float = option(0.0, "time of a transfer to the next rank")
     svg: str | None = option(
-        None, "SVG file to write; with --all one per schedule, with its name appended", metavar="FILE"
+        None,
+        "picture to write, as its ending says: .svg or .png; several schedules have one axis of time",
+        metavar="FILE",
     )
     trace: str | None = option(
         None,
-        "Chrome trace file to write (for chrome://tracing, ui.perfetto.dev); with --all one per schedule",
+        "Chrome trace file to write (for chrome://tracing, ui.perfetto.dev); of several schedules one each, with its name",
         metavar="FILE",
     )
     text: bool = option(False, "print the plot even with --svg or --trace")
@@ -84,8 +92,10 @@ class PlotConfig(FlagConfig):
     )
 
     def problems(self) -> Iterator[str]:
-        if self.schedule not in SCHEDULES and ".py:" not in self.schedule:
-            yield f"--schedule ({self.schedule}) must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION"
+        for name in self.schedule:
+            if name not in SCHEDULES and ".py:" not in name:
+                yield f"--schedule ({name}) must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION"
+        yield from kind_problems("svg", self.svg)
         if self.svg is not None and self.svg == self.trace:
             yield f"--svg and --trace ({self.svg}) must be two files"
         if not 0 <= self.transfer_cost < math.inf:
@@ -111,11 +121,21 @@ class PlotConfig(FlagConfig):
             weight_grad = backward - input_grad
         return {Op.F: self.forward_cost, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
 
+    @property
+    def is_comparison(self) -> bool:
+        """Whether several schedules are drawn: their costs are then those of a rank."""
+        return self.all or len(self.schedule) > 1
+
     def chunks_for(self, name: str) -> int:
         """Return the number of chunks with which to draw a schedule."""
-        if self.chunks is None or (self.all and name not in _CHUNKS_DRAWN):
+        if self.chunks is None or (self.is_comparison and name not in _CHUNKS_DRAWN):
             return _chunks_drawn(name)[0]
         return self.chunks
+
+    def cost_of_stage(self, chunks: int) -> dict[Op, float]:
+        """Return the time of each operation on one stage, of which a rank has `chunks`."""
+        stages_per_cost = chunks if self.is_comparison else 1
+        return {op: time / stages_per_cost for op, time in self.cost.items()}
 
 
 def _chunks_drawn(name: str) -> tuple[int, ...]:
@@ -124,17 +144,21 @@ def _chunks_drawn(name: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def schedule_named(name: str) -> Iterator[str]:
-    """Yield the name of --schedule in SCHEDULES. FILE.py:FUNCTION is registered there within the block."""
-    if ".py:" not in name:
-        yield name
-        return
-    function = name.rpartition(":")[2]
-    SCHEDULES[function] = schedule_in_file(name)
+def schedules_named(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the names of --schedule in SCHEDULES. FILE.py:FUNCTION is registered there within the block."""
+    before = dict(SCHEDULES)
+    registered = []
     try:
-        yield function
+        for name in names:
+            if ".py:" in name:
+                function = schedule_in_file(name)
+                name = name.rpartition(":")[2]
+                SCHEDULES[name] = function
+            registered.append(name)
+        yield list(dict.fromkeys(registered))
     finally:
-        del SCHEDULES[function]
+        SCHEDULES.clear()
+        SCHEDULES.update(before)
 
 
 def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
@@ -158,21 +182,38 @@ def schedule_in_file(name: str) -> Callable[[int, int, int], Schedule]:
     return make
 
 
-def report(config: PlotConfig, name: str) -> Iterator[str]:
-    """Write the files of one schedule, and yield the lines to print. Raises ConfigError if the sizes do not fit it."""
-    # make the schedule
-    p = config.pipeline_model_parallel_size
-    m = config.microbatches
+class Drawn(NamedTuple):
+    """A schedule at the sizes of the flags."""
+
+    name: str
+    schedule: Schedule
+    chunks: int  # of a rank
+    cost: dict[Op, float]  # of one stage
+
+
+def make(config: PlotConfig, name: str) -> Drawn:
+    """Make a schedule of SCHEDULES. Raises ConfigError if the sizes do not fit it."""
     v = config.chunks_for(name)
     try:
-        schedule = make_schedule(name, p, m, v)
+        schedule = make_schedule(name, config.pipeline_model_parallel_size, config.microbatches, v)
     except ValueError as error:
         if not is_user_error(error):
             raise
         raise ConfigError(_with_own_flags(str(error)).splitlines()) from None
+    return Drawn(name, schedule, v, config.cost_of_stage(v))
 
+
+def cell_of(drawn: Sequence[Drawn]) -> float:
+    """Return the time of a cell in the texts of all schedules: their cheapest action."""
+    return min(each.cost[action.op] for each in drawn for row in each.schedule for action in row)
+
+
+def report(config: PlotConfig, drawn: Drawn, cell: float) -> Iterator[str]:
+    """Write the trace of one schedule, and yield the lines to print. cell: the time of a cell of the plot."""
     # the sizes and the costs of the operations that occur
-    cost = config.cost
+    name, schedule, v, cost = drawn
+    p = config.pipeline_model_parallel_size
+    m = config.microbatches
     transfer = config.transfer_cost
     ops = {action.op for actions in schedule for action in actions}
     head = f"{name}: {_count(p, 'rank')}, {_count(m, 'microbatch')}, {_count(v, 'chunk')} per rank; "
@@ -181,7 +222,7 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
         head += f", a transfer {transfer:g}"
     yield head
     if config.text or not (config.svg or config.trace):
-        yield plot_text(schedule, cost, transfer)
+        yield plot_text(schedule, cost, transfer, unit=cell)
 
     # time, bubble and memory, beside the closed forms
     theoretical_bubble = bubble_in_theory(name, p, m, v, cost, transfer)
@@ -199,35 +240,41 @@ def report(config: PlotConfig, name: str) -> Iterator[str]:
     yield (
         f"activations  {_listed(peak_live(schedule))} alive at most, by rank (closed form: {live_form}){share_of_rank}"
     )
-
-    # files
-    if config.svg is not None:
-        title = f"{name}: p = {p}, m = {m}, v = {v}"
-        yield _write_file(config, config.svg, name, plot_svg(schedule, cost, transfer, title))
     if config.trace is not None:
-        yield _write_file(config, config.trace, name, json.dumps(chrome_trace(schedule, cost, transfer)) + "\n")
+        file = Path(config.trace)
+        if config.is_comparison:
+            file = file.with_stem(f"{file.stem}-{name}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(chrome_trace(schedule, cost, transfer)) + "\n")
+        yield f"wrote        {file}"
 
 
-def _write_file(config: PlotConfig, path: str, name: str, text: str) -> str:
-    """Write a file of one schedule, with --all under a name that contains the schedule's; return the line to print."""
-    file = Path(path)
-    if config.all:
-        file = file.with_stem(f"{file.stem}-{name}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return f"wrote        {file}"
+def picture_of(config: PlotConfig, drawn: Sequence[Drawn]) -> str:
+    """Return the SVG of the schedules, under one another on one axis of time."""
+    p = config.pipeline_model_parallel_size
+    timelines = [
+        Timeline(f"{name}: p = {p}, m = {config.microbatches}, v = {v}", schedule, cost)
+        for name, schedule, v, cost in drawn
+    ]
+    return plot_svg_of_several(timelines, config.transfer_cost)
+
+
+def picture_of_page() -> str:
+    """Return the SVG that docs/schedules.md shows."""
+    config = PlotConfig(schedule=["1f1b", "interleaved", "zb-h1", "zb-v"])
+    return picture_of(config, [make(config, name) for name in config.schedule])
 
 
 def schedules_page() -> str:
     """Return the text of docs/schedules.md."""
     p, m = 4, 8
     lines = [_PAGE_HEAD]
-    for name, make in SCHEDULES.items():
+    for name, function in SCHEDULES.items():
         v = _chunks_drawn(name)[0]
-        description = inspect.getdoc(make).split("\n\n")[0]
+        description = inspect.getdoc(function).split("\n\n")[0]
         sizes = f"p = {p}, m = {m}, v = {v}" if v > 1 else f"p = {p}, m = {m}"
         lines += [f"## {name}\n", f"{description}\n", f"{sizes}:\n"]
-        lines += ["```", plot_text(make(p, m, v)), "```\n"]
+        lines += ["```", plot_text(function(p, m, v)), "```\n"]
     lines += [_TABLE_HEAD, *_table_rows(), _REFUSED]
     lowered = add_reduce(add_transfers(SCHEDULES["zb-h1"](2, 2, 1)))
     rows = [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(lowered)]
@@ -238,9 +285,9 @@ def schedules_page() -> str:
 def _table_rows() -> Iterator[str]:
     """Yield the rows of the page's table of bubbles and memory."""
     for p, m in ((2, 4), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64)):
-        for name, make in SCHEDULES.items():
+        for name, function in SCHEDULES.items():
             for v in _chunks_drawn(name):
-                schedule = make(p, m, v)
+                schedule = function(p, m, v)
                 live = peak_live(schedule)
                 cells = [
                     p,
@@ -269,6 +316,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}es" if noun.endswith("ch") else f"{number} {noun}s"
 
 
+PICTURE = "schedules.svg"  # beside the page
 _PAGE_HEAD = f"""\
 # Pipeline schedules
 
@@ -277,7 +325,14 @@ draws a schedule at sizes of your own:
 
     python tools/plot_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --microbatches 8
 
-`python tools/plot_schedule.py --write-docs docs/schedules.md` writes this page; a test compares it with the code.
+Several schedules are drawn under one another on one axis of time, in which all ranks have the same layers: a chunk of v takes
+1/v of a rank's time. The ending of `--svg` says whether an SVG or a PNG is written.
+
+    python tools/plot_schedule.py --schedule 1f1b interleaved zb-h1 zb-v --svg schedules.svg
+
+![the time lines of four schedules with 4 ranks and 8 microbatches]({PICTURE})
+
+`python tools/plot_schedule.py --write-docs docs/schedules.md` writes this page and its picture; a test compares them with the code.
 
 How to read the plots: each row is a pipeline rank, and time runs to the right.
 
@@ -349,13 +404,29 @@ In each direction, all ranks start their transfers in one global order. The list
 def run(config: PlotConfig) -> None:
     """Print and write what the flags ask for."""
     if config.write_docs:
-        Path(config.write_docs).write_text(schedules_page())
-        print(f"wrote {config.write_docs}")
-    elif config.all:
-        _report_all(config)
-    else:
-        with schedule_named(config.schedule) as name:
-            print("\n".join(report(config, name)))
+        page = Path(config.write_docs)
+        page.write_text(schedules_page())
+        page.with_name(PICTURE).write_text(picture_of_page())
+        print(f"wrote {page} and {page.with_name(PICTURE)}")
+        return
+    with schedules_named(list(SCHEDULES) if config.all else config.schedule) as names:
+        drawn = []
+        left_out = []
+        for name in names:
+            try:
+                drawn.append(make(config, name))
+            except ConfigError as error:
+                if not config.all:
+                    raise
+                left_out.append("; ".join(error.problems))
+        if not drawn:
+            raise ConfigError(left_out)
+        cell = cell_of(drawn)
+        reports = ["\n".join(report(config, each, cell)) for each in drawn]
+    print("\n\n".join([*reports, *(f"left out     {reason}" for reason in left_out)]))
+    if config.svg is not None:
+        write_drawing("--svg", config.svg, picture_of(config, drawn))
+        print(f"wrote        {config.svg}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -367,20 +438,6 @@ def _with_own_flags(message: str) -> str:
     for training_text, own_text in _OWN_FLAG.items():
         message = message.replace(training_text, own_text)
     return message
-
-
-def _report_all(config: PlotConfig) -> None:
-    """Report every schedule that fits the sizes. Raises ConfigError with all reasons if none does."""
-    reports = []
-    reasons = []
-    for name in SCHEDULES:
-        try:
-            reports.append("\n".join(report(config, name)))
-        except ConfigError as error:
-            reasons.append("; ".join(error.problems))
-    if not reports:
-        raise ConfigError(reasons)
-    print("\n\n".join([*reports, *(f"left out     {reason}" for reason in reasons)]))
 
 
 if __name__ == "__main__":

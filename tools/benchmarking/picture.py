@@ -25,11 +25,16 @@ def draw(measured: dict[str, Record], output: str) -> None:
         results = record["results"]
         titles = list(reversed(results))  # bars are drawn from below
         colours = ["C0" if record["contenders"][title]["library"] == "ours" else "C7" for title in titles]
-        axes.barh(titles, [results[title]["seconds"] for title in titles], color=colours)
+        is_first = axes is grid.flat[0]  # one legend is enough
+        for colour, note in (("C0", "this project"), ("C7", "others")):
+            seconds = [results[title]["seconds"] if own == colour else 0 for title, own in zip(titles, colours)]
+            axes.barh(titles, seconds, color=colour, label=f"{note}: median of the rounds" if is_first else None)
         for title in titles:
             rounds = results[title]["all_seconds"]
-            axes.plot(rounds, [title] * len(rounds), ".", color="black", markersize=3)
+            note = "a round" if is_first and title == titles[0] else None
+            axes.plot(rounds, [title] * len(rounds), ".", color="black", markersize=3, label=note)
         axes.set(title=name, xlabel="seconds a step")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     with naming_flag("--picture", output, "choose a file that can be written"):
         Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=120, format="png")

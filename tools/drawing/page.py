@@ -49,7 +49,7 @@ def bytes_sent(kind: str, ranks: int, shape: Shape, neighbours: int = 2) -> tupl
 def page() -> str:
     """Return the text of docs/context_parallel.md."""
     parts = [_HEAD, *_fenced(text_of_chunks(4)), _RING, *_fenced(text_of_ring(4)), _SCORES, *_fenced(text_of_scores(4))]
-    return "\n".join([*parts, _TYPES, *_rows_of_bytes(), _MEMORY, *_rows_of_memory(), _REFUSED])
+    return "\n".join([*parts, _PICTURE, _TYPES, *_rows_of_bytes(), _MEMORY, *_rows_of_memory(), _REFUSED])
 
 
 def _fenced(lines: list[str]) -> list[str]:
@@ -79,6 +79,8 @@ def _rows_of_memory() -> Iterator[str]:
         yield f"| {length} | {' | '.join(cells)} |"
 
 
+PICTURE = "context_ring.svg"  # beside the page
+RANKS_DRAWN = 4
 MODEL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 1 --vocab-size 1023 "
     "--bf16 --attention-dropout 0 --hidden-dropout 0"
@@ -97,8 +99,8 @@ python tools/plot_context.py --context-parallel-size 4
 python tools/plot_context.py --context-parallel-size 8 --svg plots/ring.svg
 ```
 
-`python tools/plot_context.py --write-docs docs/context_parallel.md` makes this page, and a test checks that it
-agrees with the code.
+`python tools/plot_context.py --write-docs docs/context_parallel.md` makes this page and its picture, and a test checks
+that they agree with the code.
 
 ## The split
 
@@ -119,6 +121,11 @@ keys came from.
 The next drawing shows all pairs of chunks, each with the step in which it is computed. A pair marked . is skipped,
 because its keys come after its queries. Every rank computes the same number of pairs in each step: two, and in step
 0 one pair and two diagonals.
+"""
+_PICTURE = f"""
+As a picture, which `--svg` writes, a square for each step:
+
+![the pairs of chunks that each of four ranks computes in each step of the ring]({PICTURE})
 """
 _TYPES = """
 ## The four types, and bytes against length

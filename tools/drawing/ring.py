@@ -1,9 +1,12 @@
 """Draw the chunks and the ring of context parallelism as text and SVG, by training's functions. Needs no torch."""
 
+import colorsys
+from collections.abc import Iterator
+
 from megatron.core.context_parallel.causal_blocks import blocks_between
 from megatron.core.parallel.sequence_shard import chunks_of
 
-_COLOURS = ("#86aed6", "#7fbf7b", "#edc948", "#e58b88", "#b39bc8", "#76b7b2", "#f2a65a", "#b5b5b5")  # repeated by rank
+_COLOURS = ("#86aed6", "#7fbf7b", "#edc948", "#e58b88", "#b39bc8", "#76b7b2", "#f2a65a", "#b5b5b5")  # of up to 8 ranks
 _CELL = 16  # SVG units of a pair of chunks
 
 
@@ -84,35 +87,68 @@ def text_of_scores(ranks: int) -> list[str]:
     return lines
 
 
+def colour_of(rank: int, ranks: int) -> str:
+    """Return a rank's colour. More than 8 ranks have hues all round the circle, neighbours in three lightnesses."""
+    if ranks <= len(_COLOURS):
+        return _COLOURS[rank]
+    red, green, blue = colorsys.hls_to_rgb(rank / ranks, (0.7, 0.84, 0.6)[rank % 3], 0.65)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue))
+
+
 def svg_of(ranks: int) -> str:
-    """Draw all pairs of chunks as a square for each step. The colour is the rank; a triangle is a diagonal."""
+    """Draw all pairs of chunks as a square for each step. The colour and the number are the rank; a triangle is a diagonal."""
     chunks = sorted(chunk for rank in range(ranks) for chunk in chunks_of(rank, ranks))
     side = _CELL * len(chunks)
     columns = min(ranks, 4)
-    width = max(420, 30 + columns * (side + 30))
-    height = 60 + -(-ranks // columns) * (side + 50)
+    gap = 60  # between squares: the numbers of the chunks, and a title
+    width = max(430, 40 + columns * (side + gap))
+    squares_end = 40 + -(-ranks // columns) * (side + gap + 20)
+    notes_per_row = max(1, (width - 60) // 90)
+    legend_end = squares_end + 20 * -(-ranks // notes_per_row)
+    height = legend_end + 36
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="30" y="22" font-size="15">ring of {ranks}: queries down, keys across</text>',
+        f'<text x="30" y="22" font-size="15">ring of {ranks}: which rank computes which chunks, and when</text>',
     ]
+
+    # the squares with their axes
     for step in range(ranks):
-        left = 30 + step % columns * (side + 30)
-        top = 60 + step // columns * (side + 50)
+        left = 60 + step % columns * (side + gap)
+        top = 60 + step // columns * (side + gap + 20)
         lines.append(f'<text x="{left}" y="{top - 6}">step {step}</text>')
         lines.append(f'<rect x="{left}" y="{top}" width="{side}" height="{side}" fill="#eee"/>')
         for rank in range(ranks):
             for (row, key), is_diagonal in pairs_in(rank, step, ranks).items():
-                lines.append(_cell(left + _CELL * key, top + _CELL * row, rank, is_diagonal))
+                lines += _cell(left + _CELL * key, top + _CELL * row, rank, ranks, is_diagonal)
+        for chunk in chunks:
+            middle = _CELL * chunk + _CELL // 2
+            lines.append(f'<text x="{left - 5}" y="{top + middle + 3}" text-anchor="end" font-size="9">{chunk}</text>')
+            lines.append(
+                f'<text x="{left + middle}" y="{top + side + 11}" text-anchor="middle" font-size="9">{chunk}</text>'
+            )
+        lines.append(f'<text x="{left}" y="{top + side + 26}">across: chunk of keys;</text>')
+        lines.append(f'<text x="{left}" y="{top + side + 40}">down: chunk of queries</text>')
+
+    # the legend
+    for rank in range(ranks):
+        x = 30 + rank % notes_per_row * 90
+        y = squares_end + 20 * (rank // notes_per_row)
+        lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{colour_of(rank, ranks)}"/>')
+        lines.append(f'<text x="{x + 20}" y="{y + 12}">rank {rank}</text>')
+    lines.append(
+        f'<text x="30" y="{legend_end + 16}">triangle: the half that a causal mask shows; grey: in another step, or never</text>'
+    )
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _cell(x: int, y: int, rank: int, is_triangle: bool) -> str:
-    """Return the SVG of a pair of chunks, with its corner at (x, y)."""
+def _cell(x: int, y: int, rank: int, ranks: int, is_triangle: bool) -> Iterator[str]:
+    """Yield the SVG of a pair of chunks, with its corner at (x, y): its shape, and the rank's number."""
     corners = [(x, y), (x, y + _CELL), (x + _CELL, y + _CELL)]
     if not is_triangle:
         corners.append((x + _CELL, y))
     points = " ".join(f"{a},{b}" for a, b in corners)
-    colour = _COLOURS[rank % len(_COLOURS)]
-    return f'<polygon points="{points}" fill="{colour}" stroke="white"><title>rank {rank}</title></polygon>'
+    yield f'<polygon points="{points}" fill="{colour_of(rank, ranks)}" stroke="white"><title>rank {rank}</title></polygon>'
+    middle = x + (5 if is_triangle else 8)
+    yield f'<text x="{middle}" y="{y + (14 if is_triangle else 11)}" text-anchor="middle" font-size="8">{rank}</text>'

@@ -6,7 +6,8 @@ import argparse
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
     """Add the tool's flags as a group of their own."""
     group = parser.add_argument_group("Estimate")
-    group.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks of the job (default: 1)")
+    world_help = "ranks of the job (default: as few as the layout needs)"
+    group.add_argument("--world-size", type=int, metavar="N", help=world_help)
     model_help = (
         "gpt, bert, t5, or the path of a script like pretrain_gpt.py: the model that the job trains (default: gpt)"
     )

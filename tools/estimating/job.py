@@ -1,7 +1,7 @@
 """Read the job that a command line describes: flags of the training script, and those of tools/estimate_memory.py."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser
@@ -28,7 +28,7 @@ _VOCAB_SIZE_NEEDED = (
 )
 
 
-def _defaults_for(words: Sequence[str]) -> dict[str, Any]:
+def _needed_settings(words: Sequence[str]) -> dict[str, Any]:
     """Return defaults for settings that a run must have and that do not change its memory."""
     flags = {word.split("=")[0] for word in words}
     defaults: dict[str, Any] = {"lr": 1e-4, "tokenizer_type": "NullTokenizer"}
@@ -46,8 +46,11 @@ class JobAndArgs(NamedTuple):
     args: Any  # namespace with all flags, also those of the tool itself
 
 
-def read(words: Sequence[str]) -> JobAndArgs:
-    """Read and check the job that `words` describe. Raises ConfigError with all problems at once."""
+def read(words: Sequence[str], job_defaults: Mapping[str, Any] | None = None) -> JobAndArgs:
+    """Read and check the job that `words` describe. Raises ConfigError with all problems at once.
+
+    job_defaults: values of settings, and of --world-size, where neither the command line nor a file gives them.
+    """
     tool_flags = own_flags_in(words)
     script = script_at(tool_flags.model)
 
@@ -57,28 +60,28 @@ def read(words: Sequence[str]) -> JobAndArgs:
             script.extra_args_provider(parser)
 
     # parse the flags; after an error, check the rest nonetheless, to report all problems at once
-    defaults = {**(script.args_defaults or {}), **_defaults_for(words)}
+    defaults = {**(script.args_defaults or {}), **_needed_settings(words), **(job_defaults or {})}
     try:
         config, args = parse_args(words, add_flags, defaults)[:2]
     except ArgumentsError as error:
         config = with_default_components(error.parts)
-        further_problems = _problems_of(config, max(1, tool_flags.world_size)) + missing_text_settings(config)
+        world_size = max(1, _world_size(tool_flags.world_size, config))
+        further_problems = _problems_of(config, world_size) + missing_text_settings(config)
         raise _refusal(error.problems + drop_doubtful_problems(error.problems, error.parts, further_problems)) from None
 
     # check the settings as a run does
-    if args.world_size < 1:
-        raise ConfigError(f"--world-size is {args.world_size}; it must be at least 1")
-    if not 0 <= (args.rank or 0) < args.world_size:
-        ranks = f"ranks 0 to {args.world_size - 1}" if args.world_size > 1 else "rank 0 alone"
-        raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {args.world_size} has {ranks}; change one")
+    world_size = args.world_size = _world_size(args.world_size, config)
+    if world_size < 1:
+        raise ConfigError(f"--world-size is {world_size}; it must be at least 1")
+    if not 0 <= (args.rank or 0) < world_size:
+        ranks = f"ranks 0 to {world_size - 1}" if world_size > 1 else "rank 0 alone"
+        raise ConfigError(f"--rank is {args.rank}, and a job of --world-size {world_size} has {ranks}; change one")
     other_model = other_model_problem(config, script.rules)
     if other_model is not None:
         raise _refusal([other_model])
-    problems = [
-        *_problems_of(config, args.world_size),
-        *hf_config_problems(config),
-        *script.rules.problems(config, None),
-    ]
+    problems = [*_problems_of(config, world_size), *hf_config_problems(config), *script.rules.problems(config, None)]
+    if any("pretrain_t5.py" in problem for problem in problems):
+        problems.append(f"the model is that of --model {tool_flags.model}; --model t5 has an encoder and a decoder")
     if problems:
         raise _refusal(problems)
 
@@ -87,13 +90,20 @@ def read(words: Sequence[str]) -> JobAndArgs:
         tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     way = config.transformer.cpu_half_products
     matmul_modes = MatmulModes.all(way) if way in MATMUL_MODES else NATIVE  # by the flags, not by a trial on this CPU
-    mesh = mesh_of(config, args.world_size, 0)
+    mesh = mesh_of(config, world_size, 0)
     keys = SampleDropoutKeys(1)
     runtime = Runtime(config, args, mesh, Device("cpu"), tokenizer, keys, WeightGradStore(), matmul_modes=matmul_modes)
     # The prediction is for the accelerators that will train, whatever this machine has, unless the flags choose a CPU.
     accelerator = config.device.device != "cpu" and not args.measure
     job = Job(runtime, script.model_provider, script.forward_step, accelerator, script.group_of)
     return JobAndArgs(job, args)
+
+
+def _world_size(requested: int | None, config: Config) -> int:
+    """Return the ranks of the job: --world-size, or as few as its layout needs."""
+    if requested is not None:
+        return requested
+    return config.parallel.ranks_per_sample * config.data_parallel.num_distributed_optimizer_instances
 
 
 def _problems_of(config: Config, world_size: int) -> list[str]:

@@ -50,7 +50,7 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
     """Train --rank of --world-size on the CPU; count the memory of the last of `steps` steps. Raises ConfigError."""
     job, args = read([*words, "--measure", "--device", "cpu"])
     rank = args.rank or 0
-    mesh = mesh_of(job.runtime.config, args.world_size, rank)
+    mesh = mesh_of(job.runtime.config, job.runtime.world_size, rank)
     profile = dry_run(job, rank)
     offload_store = make_offload_store(job.runtime.config.offload, rank, torch.device("cpu"))
     try:

@@ -40,8 +40,10 @@ if TYPE_CHECKING:
         partner as partner,
     )
     from megatron.core.pipeline_parallel.schedule.plot import (
+        Timeline as Timeline,
         chrome_trace as chrome_trace,
         plot_svg as plot_svg,
+        plot_svg_of_several as plot_svg_of_several,
         plot_text as plot_text,
     )
     from megatron.core.pipeline_parallel.schedule.registry import (
@@ -76,7 +78,7 @@ __getattr__, __dir__ = lazy_names(
         ".schedule.simulate": (
             "make_schedule bubble bubble_in_theory peak_live peak_live_in_theory peak_bytes show_around"
         ),
-        ".schedule.plot": "plot_text plot_svg chrome_trace",
+        ".schedule.plot": "Timeline plot_text plot_svg plot_svg_of_several chrome_trace",
         ".schedules": "get_forward_backward_func",
     },
 )

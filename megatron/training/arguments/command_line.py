@@ -159,7 +159,7 @@ def parse_args(
     sources.append(_given(parser, words))
     settings: dict[str, Any] = {}
     for source in sources:
-        settings = _over(source.settings, settings)
+        settings = merge_settings(source.settings, settings)
 
     # read the script's defaults
     script = _given_by_script(parser, {**parser.defaults_of_script, **defaults}, settings)
@@ -171,7 +171,7 @@ def parse_args(
         source = _given(parser, description.words)
         source.problems = [f"{description.where}: {problem}" for problem in source.problems]
         sources.insert(0, source)
-        settings = _over(settings, description.settings | source.settings)
+        settings = merge_settings(settings, description.settings | source.settings)
 
     # note the settings that are given although this script does not read them
     unread_here = {_flag_of(name): reason for name, reason in unread.items() if _is_set(name, settings)}
@@ -188,7 +188,7 @@ def parse_args(
     # fill in the script's defaults, also for its own flags that are not given
     names = _names_of_settings()
     own_not_given = [name for name, value in settings.items() if value is None and name not in names]
-    settings = _over(settings, _usable(defaults, settings))
+    settings = merge_settings(settings, _usable(defaults, settings))
     for name in own_not_given:
         settings[name] = defaults.get(name)
 
@@ -273,6 +273,17 @@ def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]
     parser.set_defaults(**{name: value for name, value in source.settings.items() if name not in names})
     source.settings = file.settings | source.settings
     return [source]
+
+
+def settings_in_file(path: str) -> dict[str, Any]:
+    """Return the settings in a --yaml-cfg file by name, without the script's defaults.
+
+    For tools that need a few of them. Raises ConfigError for a file that a training script refuses.
+    """
+    (source,) = _given_in_file(make_parser(), [YAML_FLAG, path])
+    if source.problems:
+        raise ConfigError(source.problems)
+    return source.settings
 
 
 def _given_by_script(parser: FlagParser, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> GivenFlags:
@@ -404,8 +415,11 @@ _ALTERNATIVES = (
 )
 
 
-def _over(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of two sources, of which the first takes precedence."""
+def merge_settings(settings: Mapping[str, Any], lower: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of two sources, of which the first takes precedence.
+
+    Where it gives one of several alternatives, such as --train-samples, the others of the lower source do not count.
+    """
     # the settings that are given; 0 steps of warm-up are a choice, but a switch that is off leaves the choice to the others
     given = {name for name, value in settings.items() if value is not None and value is not False}
 
@@ -436,7 +450,8 @@ def _usable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     Errors would blame a choice that nobody made.
     """
     kind = TOKENIZERS.get(defaults.get("tokenizer_type"))
-    lacks_files = kind is not None and bool(kind.needs) and all(settings.get(name) is None for name in kind.needs)
+    known = {name for name, value in (*defaults.items(), *settings.items()) if value is not None}
+    lacks_files = kind is not None and bool(kind.needs) and not known.intersection(kind.needs)
     usable = dict(defaults)
     if lacks_files:
         usable.pop("tokenizer_type", None)

@@ -112,6 +112,7 @@ class _Reader:
         self.path = path
         self.actions = parser.actions_by_flag()
         self.refused = parser.refused
+        self.own = {flag for action in parser.own for flag in action.option_strings}
         self.words: list[str] = []
         self.settings: dict[str, bool] = {}
         self.problems: list[str] = []
@@ -120,7 +121,11 @@ class _Reader:
         self.groups: set[int] = set()  # ids of nodes read so far: an alias may repeat a node, or contain itself
 
     def read_group(self, group: Any) -> None:
-        """Read the pairs of a mapping. A key with a mapping as its value is a group, unless it names a flag."""
+        """Read the pairs of a mapping.
+
+        A key with a mapping as its value is a group, unless it names a setting. A heading such as `model:` may be
+        spelled like a flag of the script or tool that reads the file: it stays a group.
+        """
         self.groups.add(id(group))
         for key, value in group.value:
             line = key.start_mark.line + 1
@@ -128,7 +133,7 @@ class _Reader:
                 self._refuse(line, "a list or a group cannot be the name of a setting; give a name")
             elif value.id == "mapping" and id(value) in self.groups:
                 self._refuse(line, f"{key.value} repeats a group that was read already; write it once")
-            elif value.id == "mapping" and self._flag(key.value) is None:
+            elif value.id == "mapping" and self._flag(key.value) in (None, *self.own):
                 self.read_group(value)
             else:
                 self._read_setting(str(key.value), value)

@@ -2,10 +2,15 @@
 
 import math
 import re
+import shlex
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
+from documents import ROOT
 from examples import walkthrough
+from said import tells
 
 SMALL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 7 --make-vocab-size-divisible-by 8"
 # Elements of the model above: two layers of 12 h^2 + 13 h, the final norm, 8 words and 8 positions.
@@ -85,3 +90,68 @@ def test_the_gradient_of_a_shared_key_head_is_summed_over_the_ranks_that_share_i
     sums = {line.split()[0].split(".", 4)[-1]: line.rsplit("  ", 1)[-1].strip() for line in text.splitlines()[2:]}
     assert sums["self_attention.linear_qkv.weight"] == "kv" and sums["mlp.linear_fc1.weight"] == "-"
     assert sums["input_layernorm.weight"] == "tp"  # under sequence parallelism
+
+
+def test_the_examples_of_its_help_can_be_shown(capsys):
+    """Those that need one process; `torchrun` ones are in docs/walkthrough.md."""
+    words = re.findall(r"python examples/walkthrough.py (.*?)(?:  |\n)", walkthrough.__doc__)
+    words += [line for line in re.findall(r"`(.*?)`", walkthrough.__doc__.replace("\n", " ")) if "--" in line]
+    assert len(words) == 6
+    for line in words:
+        assert walkthrough.main(shlex.split(line)) == 0, line
+        assert capsys.readouterr().out
+
+
+GROUPS = {
+    "--context-parallel-size 2": ["context-parallel groups: [g0, g2], [g1, g3]", "data- and context-parallel"],
+    "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2": [
+        "exchange of heads (a2a+p2p) groups: [g0, g2], [g1, g3], [g4, g6]",
+        "ring of keys (a2a+p2p) groups: [g0, g4], [g1, g5]",
+    ],
+    "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2": [
+        "key/value head groups: [g0, g1], [g2, g3]"
+    ],
+    "--num-distributed-optimizer-instances 2": ["replicas of an optimizer instance groups: [g0, g4], [g1, g5]"],
+}
+
+
+@pytest.mark.parametrize("flags", GROUPS)
+def test_groups_of_every_axis_are_listed(flags: str, capsys):
+    """By hand: tensor-parallel neighbours first, then context, then data; here of one pipeline stage."""
+    words = f"{flags} --world-size 8 --pipeline-model-parallel-size 1".split()
+    assert walkthrough.main(["groups", *words]) == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in GROUPS[flags])
+    assert walkthrough.main(["groups"]) == 0
+    names = re.findall(r"^\d+ (.*) groups", capsys.readouterr().out, re.MULTILINE)
+    assert names == ["data_parallel", "tensor model-parallel", "pipeline model-parallel", "model-parallel", "embedding"]
+
+
+MISTAKES = {
+    "model --num-layer 3": "--num-layers",
+    "step --world-size 8 --tensor-model-parallel-size 4": "8",
+    "zero --yaml-cfg none.yaml": "none.yaml",
+    "buffers --rank 16": "ranks 0 to 15",
+    "engine --zero-stage 1": "engine takes no flags",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_mistakes_are_listed_without_a_traceback(command: str, capsys):
+    assert walkthrough.main(shlex.split(command)) == 2
+    said = capsys.readouterr().err
+    assert tells(said, f"cannot show {command.split()[0]} {MISTAKES[command]}")
+
+
+def test_an_unknown_command_ends_before_torch_is_imported():
+    for words in (["grups"], [], ["--rank", "3"]):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "examples/walkthrough.py", *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and tells(done.stderr, "commands groups step") and " torch\n" not in done.stderr
+    words = [sys.executable, "-X", "importtime", "examples/walkthrough.py", "model", "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "torchrun" in done.stdout and " torch\n" not in done.stderr

@@ -77,6 +77,31 @@ def test_differences_up_to_a_tolerance_are_left_out(tool, tmp_path):
     assert code == 0 and "no tensor differs by more than 0.5" in out
 
 
+def test_a_picture_has_a_scale_and_squares_of_what_differs_in_parts(tool, tmp_path, monkeypatch):
+    """Of 25 tensors that differ, 20 have a bar; a square is drawn of those that differ in parts alone."""
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    y = X.clone()
+    y[30:40, 10:20] += 0.5
+    everywhere = {f"a{i:02}": X for i in range(23)}
+    save_one(tmp_path / "a", 1, {}, **everywhere, w=X, v=X[0])
+    changed = {name: x + 1 for name, x in everywhere.items()}
+    save_one(tmp_path / "b", 1, {}, **changed, w=y, v=torch.cat([X[0, :20], X[0, 20:] + 2]))
+    both = ("--load", tmp_path / "a", "--compare", tmp_path / "b", "--png", tmp_path / "d.png")
+    assert tool(*both)[0] == 1
+    (figure,) = drawn
+    bars, *squares, scale = figure.get_axes()
+    assert [bar.get_width() for bar in bars.patches] == [100.0] * 20 and tells(bars.get_xlabel(), "% 5 more")
+    drawn_squares = {axes.get_title().strip(): axes for axes in squares if axes.get_visible()}
+    assert set(drawn_squares) == {"w", "v"} and tells(scale.get_ylabel(), "%")
+    image = drawn_squares["w"].images[0].get_array()
+    assert image[30:40, 10:20].min() == 100 and image.sum() == 100 * 100
+    assert drawn_squares["w"].get_xlabel() == "column" and drawn_squares["v"].get_ylabel() == "row"
+    pyplot.close("all")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
@@ -85,6 +110,7 @@ def test_differences_up_to_a_tolerance_are_left_out(tool, tmp_path):
         (["--load", "{root}", "--ckpt-step", "7"], 1, "iter_0000007 1"),
         (["--load", "{root}/iter_0000001", "--ckpt-step", "2"], 2, "iter_0000001 2"),
         (["--load", "{root}", "--png", "x.png"], 2, "--png --compare"),
+        (["--load", "{root}", "--compare", "{root}", "--png", "x.svg"], 2, "--png x.svg .png"),
         (["--load", "{root}", "--tensors", "("], 2, "--tensors ("),
         (["--load", "{root}", "--tolerance", "1"], 2, "--tolerance --compare"),
         (["--load", "{root}", "--compare", "{root}", "--tolerance", "-1"], 2, "--tolerance -1"),

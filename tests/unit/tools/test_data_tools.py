@@ -304,9 +304,10 @@ def commands_of(page):
 
 @pytest.mark.full
 def test_every_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    """In the order of the page, in an empty folder: the tools called as functions, gzip and the like by their names here."""
+    """In the order of the page, in a folder with examples/ alone: the tools called as functions, gzip and the like by their names here."""
     pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
     ran = set()
     for words in commands_of(ROOT / "docs/data_preparation.md"):
         if words[:2] == ["gzip", "--keep"]:

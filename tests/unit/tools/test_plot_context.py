@@ -126,3 +126,17 @@ def rows_of_memory(text: str) -> list[str]:
 def test_the_memory_of_the_page_is_current(tmp_path, capsys):
     assert main(["--write-docs", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == PAGE.read_text()
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 9, 24, 64])
+def test_every_rank_has_a_colour_of_its_own_which_the_legend_names(ranks):
+    root = ElementTree.fromstring(svg_of(ranks))
+    colours = {shape.find("{*}title").text: shape.get("fill") for shape in root.findall("{*}polygon")}
+    assert len(set(colours.values())) == len(colours) == ranks
+    squares = {
+        (float(box.get("x")), float(box.get("y"))): box.get("fill") for box in root.findall("{*}rect[@height='14']")
+    }
+    notes = {(float(text.get("x")) - 20, float(text.get("y")) - 12): text.text for text in root.findall("{*}text")}
+    assert {notes[place]: fill for place, fill in squares.items()} == colours
+    inside = [float(text.get("x")) < float(root.get("width")) for text in root.findall("{*}text")]
+    assert all(inside)

@@ -11,6 +11,7 @@ from said import tells
 
 from megatron.core.pipeline_parallel.schedule.actions import Op
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from tools.plot_context import main as draw_context
 from tools.plot_schedule import PlotConfig, main, schedules_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,6 +65,65 @@ def test_writes_svg_and_trace_and_then_prints_the_plot_only_if_told(capsys, tmp_
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     printed(capsys, "--all", *files)
     assert sorted(path.name for path in tmp_path.glob("*-*.json")) == sorted(f"a-{name}.json" for name in SCHEDULES)
+
+
+def boxes_of(svg: Path) -> list[tuple[float, float, str]]:
+    """(left, right, fill) of each action's box."""
+    found = []
+    for group in ElementTree.parse(svg).getroot().findall("{*}g"):
+        box = group.find("{*}rect")
+        left = float(box.get("x"))
+        found.append((left, left + float(box.get("width")), box.get("fill")))
+    return found
+
+
+@pytest.mark.parametrize("names", [["1f1b", "zb-v"], ["zb-h1", "interleaved", "gpipe"], ["zb-interleaved", "1f1b"]])
+def test_several_schedules_have_one_axis_on_which_a_rank_has_the_same_work(capsys, tmp_path, names):
+    """Work: 4 microbatches of F 1 and B 2 on each of 4 ranks, however many chunks a rank has; by time and by length of the boxes."""
+    svg = tmp_path / "several.svg"
+    sizes = ["--microbatches", "4", "--chunks", "2"]
+    lines = printed(capsys, "--schedule", *names, *sizes, "--svg", str(svg), "--text")
+    boxes = boxes_of(svg)
+    root = ElementTree.parse(svg).getroot()
+    titles = [text.text.split(":")[0] for text in root.findall("{*}text") if text.get("font-size") == "15"]
+    assert titles == names
+    # the axis: a mark is where its number says
+    marks = {text.text: float(text.get("x")) for text in root.findall("{*}text") if text.get("text-anchor") == "middle"}
+    scale = (marks["10"] - marks["0"]) / 10
+    assert sum(right - left for left, right, _ in boxes) / scale == pytest.approx(len(names) * 4 * 4 * 3, rel=1e-3)
+    times = [float(line.split()[1]) for line in lines if line.startswith("time")]
+    assert max(right for _, right, _ in boxes) == pytest.approx(marks["0"] + max(times) * scale, rel=1e-3)
+    # the text: the cells of a rank are the same time in all
+    bars = [len(line.partition("|")[2]) - 1 for line in lines if line.startswith("rank 0")]
+    width = 2 * min(1, 1 / (2 if "interleaved" in " ".join(names) or "zb-v" in names else 1))
+    assert bars == [pytest.approx(2 * time / (width / 2), abs=2) for time in times]
+
+
+def test_a_legend_has_the_colour_of_every_kind_of_action(capsys, tmp_path):
+    for names in (["1f1b", "zb-h1"], ["zb-v"]):
+        printed(capsys, "--schedule", *names, "--svg", str(tmp_path / "a.svg"))
+        used = {fill for _, _, fill in boxes_of(tmp_path / "a.svg")}
+        squares = {
+            box.get("fill") for box in ElementTree.parse(tmp_path / "a.svg").getroot().findall("{*}rect[@height='14']")
+        }
+        assert used < squares and len(squares) == len(used) + 1  # and that of idle time
+
+
+@pytest.mark.parametrize("tool", [main, draw_context])
+def test_the_ending_says_which_kind_of_file_is_written(capsys, tmp_path, tool):
+    assert tool(["--svg", str(tmp_path / "new" / "x.png")]) == 0
+    assert (tmp_path / "new" / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert tool(["--svg", str(tmp_path / "x.SVG")]) == 0
+    assert (tmp_path / "x.SVG").read_text().startswith("<svg")
+    capsys.readouterr()
+    for name in ("x.pdf", "x", ".svg"):
+        assert tool(["--svg", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert tells(said, f"{name} .svg .png") and said.count("\n") == 1
+    (tmp_path / "file").write_text("")
+    for name in ("x.svg", "x.png"):
+        assert tool(["--svg", str(tmp_path / "file" / name)]) == 1
+        assert tells(capsys.readouterr().err, f"--svg {name}")
 
 
 def test_a_schedule_of_a_fork_is_drawn_from_its_file(capsys, tmp_path):

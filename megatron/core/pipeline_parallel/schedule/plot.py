@@ -1,14 +1,16 @@
 """A schedule's timeline is plotted as text for a terminal, as SVG for a page, and as a Chrome trace to zoom into."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, dependencies, stages_in
 from megatron.core.pipeline_parallel.schedule.simulate import DEFAULT_COST, bubble, locate, simulate
 
-_FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#76b7b2", Op.W: "#edc948"}
+_FILL = {Op.F: "#86aed6", Op.B: "#7fbf7b", Op.I: "#b39bc8", Op.W: "#edc948"}
 _LABEL = {Op.F: "forward", Op.B: "backward", Op.I: "backward, input", Op.W: "backward, weights"}
+_IDLE = "#eee"
 # SVG units, shown as pixels. Letter widths are upper bounds for a sans-serif face of size 12, for titles 15.
 _ROW = 26
 _MARGIN = 60
@@ -19,15 +21,19 @@ _LETTER = 7
 _TITLE_LETTER = 9
 
 
-def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0) -> str:
+def plot_text(
+    schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0, *, unit: float | None = None
+) -> str:
     """Return the timeline as text, one row per rank, one cell per unit of time: the duration of the cheapest action.
 
     F0 is the forward of microbatch 0, B0 its backward; lower case for all chunks of a rank but the first; -- continues
-    the action to its left; blank is idle. `actions.py` begins with an example.
+    the action to its left; blank is idle. `actions.py` begins with an example. unit: the time of a cell, to compare
+    several plots; none of its actions may take less.
     """
     start, end = simulate(schedule, cost, transfer)
     stages = stages_in(schedule)
-    unit = min(cost[action.op] for action in end)
+    if unit is None:
+        unit = min(cost[action.op] for action in end)
     width = 1 + max(len(str(action.microbatch)) for action in end)
     num_cells = _round_half_up(max(end.values()) / unit)
     rows = []
@@ -42,70 +48,111 @@ def plot_text(schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, trans
     return "\n".join(rows)
 
 
+class Timeline(NamedTuple):
+    """A schedule to plot: its title, its actions, and the time of each operation on one of its stages."""
+
+    title: str
+    schedule: Schedule
+    cost: Mapping[Op, float] = DEFAULT_COST
+
+
 def plot_svg(
     schedule: Schedule, cost: Mapping[Op, float] = DEFAULT_COST, transfer: float = 0.0, title: str = "pipeline schedule"
 ) -> str:
-    """Return the timeline as a standalone SVG: one row per rank, one box per action with its microbatch.
+    """Return the timeline as a standalone SVG: one row per rank, one box per action with its microbatch."""
+    return plot_svg_of_several([Timeline(title, schedule, cost)], transfer)
 
-    Chunks after a rank's first are lighter. A tooltip shows an action and its times.
+
+def plot_svg_of_several(timelines: Sequence[Timeline], transfer: float = 0.0) -> str:
+    """Return the timelines as a standalone SVG, under one another on one axis of time.
+
+    A rank has a row, an action a box with its microbatch. Chunks after a rank's first are lighter. A tooltip shows an
+    action and its times.
     """
-    start, end = simulate(schedule, cost, transfer)
-    stages = stages_in(schedule)
-    total = max(end.values())
-    digits = max(len(str(action.microbatch)) for action in end)
-    scale = min(_DIGIT * (digits + 1) / min(cost[action.op] for action in end), _MAX_WIDTH / total)
-    num_chunks = stages.chunks
-    ops = sorted({action.op for action in end}, key=list(Op).index)
-    notes = [f"{op.name}: {_LABEL[op]}" for op in ops]
+    # the scale: the axis is as long as the longest timeline, and the number of a microbatch fits into every box
+    simulated = [simulate(timeline.schedule, timeline.cost, transfer) for timeline in timelines]
+    total = max(max(end.values()) for _, end in simulated)
+    actions = [
+        (action, timeline.cost[action.op]) for timeline in timelines for row in timeline.schedule for action in row
+    ]
+    digits = max(len(str(action.microbatch)) for action, _ in actions)
+    scale = min(_DIGIT * (digits + 1) / min(time for _, time in actions), _MAX_WIDTH / total)
+
+    # the legend
+    num_chunks = max(stages_in(timeline.schedule).chunks for timeline in timelines)
+    ops = sorted({action.op for action, _ in actions}, key=list(Op).index)
+    notes = [f"{op.name}: {_LABEL[op]}" for op in ops] + ["idle"]
+    fills = [*(_FILL[op] for op in ops), _IDLE]
     if num_chunks > 1:
         notes.append("lighter: later chunks of a rank")
-    title = f"{title}, bubble {bubble(schedule, cost, transfer):.1%}"
-    width = max(total * scale, _width_of(notes), _TITLE_LETTER * len(title)) + 2 * _MARGIN
-    height = _ROW * (len(schedule) + 2) + _MARGIN
-    lines = [
+    titles = [
+        f"{timeline.title}, bubble {bubble(timeline.schedule, timeline.cost, transfer):.1%}" for timeline in timelines
+    ]
+    width = max(total * scale, _width_of(notes), *(_TITLE_LETTER * len(title) for title in titles)) + 2 * _MARGIN
+
+    # the rows of each timeline, then the axis and the legend
+    lines: list[str] = []
+    top = 0.0
+    for timeline, title, (start, end) in zip(timelines, titles, simulated):
+        stages = stages_in(timeline.schedule)
+        lines.append(f'<text x="{_MARGIN}" y="{top + 24:g}" font-size="15">{escape(title)}</text>')
+        for rank, row in enumerate(timeline.schedule):
+            y = top + 40 + _ROW * rank
+            lines.append(f'<text x="{_MARGIN - 8}" y="{y + 16:g}" text-anchor="end">rank {rank}</text>')
+            row_width = max(end.values()) * scale
+            lines.append(f'<rect x="{_MARGIN}" y="{y:g}" width="{row_width:.2f}" height="{_ROW - 4}" fill="{_IDLE}"/>')
+            for action in row:
+                opacity = 1 - 0.6 * stages.chunk_of(action.stage) / stages.chunks
+                x = _MARGIN + start[action] * scale
+                box_width = (end[action] - start[action]) * scale
+                lines += _box(action, x, y, box_width, opacity, f"{start[action]:g} to {end[action]:g}")
+        top += 40 + _ROW * len(timeline.schedule)
+    lines += _time_axis(total, scale, top + 4)
+    lines += _legend(fills, notes, top + 54)
+    height = top + 84
+    head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{_MARGIN}" y="24" font-size="15">{escape(title)}</text>',
     ]
-    for rank, actions in enumerate(schedule):
-        y = 40 + _ROW * rank
-        lines.append(f'<text x="{_MARGIN - 8}" y="{y + 16}" text-anchor="end">rank {rank}</text>')
-        lines.append(f'<rect x="{_MARGIN}" y="{y}" width="{total * scale:.2f}" height="{_ROW - 4}" fill="#eee"/>')
-        for action in actions:
-            chunk = stages.chunk_of(action.stage)
-            x = _MARGIN + start[action] * scale
-            box_width = (end[action] - start[action]) * scale
-            lines += _box(
-                action, x, y, box_width, 1 - 0.6 * chunk / num_chunks, f"{start[action]:g} to {end[action]:g}"
-            )
-    lines += _legend(ops, notes, 40 + _ROW * len(schedule) + 10)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return "\n".join([*head, *lines, "</svg>"]) + "\n"
+
+
+def _time_axis(total: float, scale: float, y: float) -> Iterator[str]:
+    """Yield the axis below the rows: about ten marks at round times."""
+    tenth = 10.0 ** math.floor(math.log10(total)) / 10
+    step = next(tenth * factor for factor in (1, 2, 5, 10) if total <= 12 * tenth * factor)
+    yield f'<line x1="{_MARGIN}" y1="{y:g}" x2="{_MARGIN + total * scale:.2f}" y2="{y:g}" stroke="black"/>'
+    for mark in range(math.floor(total / step + 1e-9) + 1):
+        x = _MARGIN + mark * step * scale
+        yield f'<line x1="{x:.2f}" y1="{y:g}" x2="{x:.2f}" y2="{y + 5:g}" stroke="black"/>'
+        yield f'<text x="{x:.2f}" y="{y + 18:g}" text-anchor="middle">{mark * step:g}</text>'
+    yield f'<text x="{_MARGIN + total * scale / 2:.2f}" y="{y + 36:g}" text-anchor="middle">time, in the unit of the costs</text>'
 
 
 def _box(action: Action, x: float, y: float, width: float, opacity: float, times: str) -> Iterator[str]:
     yield f"<g><title>{action}: {times}</title>"
     yield (
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{_FILL[action.op]}" '
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_ROW - 4}" fill="{_FILL[action.op]}" '
         f'fill-opacity="{opacity:.2f}" stroke="white"/>'
     )
     if width >= _DIGIT * len(str(action.microbatch)):  # the number fits
-        yield f'<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle" font-size="11">{action.microbatch}</text>'
+        yield f'<text x="{x + width / 2:.2f}" y="{y + 15:g}" text-anchor="middle" font-size="11">{action.microbatch}</text>'
     yield "</g>"
 
 
-def _width_of(notes: list[str]) -> float:
+def _width_of(notes: Sequence[str]) -> float:
     """Return the width of the legend: each note has a square before it and a gap behind."""
     return sum(_SQUARE + _LETTER * len(note) for note in notes)
 
 
-def _legend(ops: list[Op], notes: list[str], y: float) -> Iterator[str]:
-    """Yield a coloured square and a note for each op; further notes have no square."""
+def _legend(fills: Sequence[str], notes: Sequence[str], y: float) -> Iterator[str]:
+    """Yield a note after a square of each fill; further notes have no square."""
     for index, note in enumerate(notes):
         x = _MARGIN + _width_of(notes[:index])
-        if index < len(ops):
-            yield f'<rect x="{x:g}" y="{y}" width="14" height="14" fill="{_FILL[ops[index]]}"/>'
-        yield f'<text x="{x + 20:g}" y="{y + 12}">{note}</text>'
+        if index < len(fills):
+            yield f'<rect x="{x:g}" y="{y:g}" width="14" height="14" fill="{fills[index]}"/>'
+        yield f'<text x="{x + 20:g}" y="{y + 12:g}">{note}</text>'
 
 
 def chrome_trace(
