@@ -51,7 +51,9 @@ def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
     most = worst(ranks)
     p = len(ranks)
     t = config.parallel.tensor_model_parallel_size
-    c = config.parallel.context_parallel_size
+    world_size = job.runtime.world_size
+    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    c = world_size // (model_ranks * config.data_parallel_size(world_size))  # ranks that share a sequence
     m = max(job.runtime.batch_sizes.sizes) // job.runtime.samples_at_once
     tokens = f"{config.training.micro_batch_size} x {config.data.seq_length} tokens"
     all_ranks = sum(rank.total for rank in ranks) * job.runtime.world_size // p
