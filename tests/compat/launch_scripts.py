@@ -503,7 +503,7 @@ def measure(clone: str, folder: Path) -> Measured:
                 continue
             counts["in scope"] += 1
             counts["accepted"] += not problems
-            for text in {reason(problem) for problem in problems}:
+            for text in sorted({reason(problem) for problem in problems}):
                 measured.reasons[text] += 1
                 measured.examples.setdefault(text, f"{tag} {command.source}")
         measured.rows[tag] = counts
