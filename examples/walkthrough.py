@@ -113,15 +113,24 @@ AXES_OF_MEGATRON = {
     "model-parallel": "mp",
 }
 FURTHER_AXES = {
-    "context-parallel": "cp",
-    "data- and context-parallel": "dp_cp",
     "tensor- and context-parallel": "tp_cp",
     "exchange of heads (a2a+p2p)": "cp_heads",
     "ring of keys (a2a+p2p)": "cp_ring",
     "key/value head": "kv",
-    "optimizer instance": "dp_inner_cp",
-    "replicas of an optimizer instance": "dp_outer",
 }
+
+
+def further_groups(mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of a rank's further groups, by name: of sequences, tokens and sharded state, and `FURTHER_AXES`."""
+    axes = mesh.grad_axes(shards=True)
+    ranks = {
+        "context-parallel": mesh.sequence.ranks,
+        "data- and context-parallel": mesh.tokens.ranks,
+        "optimizer instance": axes.shard.ranks,
+        "replicas of an optimizer instance": axes.replica.ranks,
+    }
+    ranks.update({name: mesh[axis].ranks for name, axis in FURTHER_AXES.items() if axis in mesh})
+    return ranks
 
 
 def groups(job: Job) -> None:
@@ -132,10 +141,9 @@ def groups(job: Job) -> None:
 
     # for each name, the group that each rank is in; of further axes those that have groups of their own
     group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in AXES_OF_MEGATRON.items()}
-    for name, axis in FURTHER_AXES.items():
-        if axis not in meshes[0]:
-            continue
-        groups_of_axis = [mesh[axis].ranks for mesh in meshes]
+    further = [further_groups(mesh) for mesh in meshes]
+    for name in further[0]:
+        groups_of_axis = [groups_of_rank[name] for groups_of_rank in further]
         if max(map(len, groups_of_axis)) > 1 and groups_of_axis not in group_per_rank.values():
             group_per_rank[name] = groups_of_axis
     group_per_rank["embedding"] = [mesh.embedding_ranks for mesh in meshes]

@@ -4,8 +4,8 @@
         --seq-length 1024 --global-batch-size 256 --train-iters 10000
 
 The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes nothing.
---yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are counted
-by tools/prepare_cache.py, which builds their index.
+--yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are
+counted by tools/prepare_cache.py, which builds their index.
 """
 
 import sys
@@ -30,6 +30,7 @@ from megatron.core.datasets.gpt_samples import plan_data_usage
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
 from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.planned_data_usage import DataUsage, total
+from megatron.training.arguments.command_line import merge_settings, settings_in_file
 from tools.errors import run_tool
 
 
@@ -101,9 +102,6 @@ def read_flags_and_file(parser: FlagParser, arguments: list[str] | None) -> dict
     path = values.pop("yaml_cfg")
     if path is None:
         return values
-
-    from megatron.training.arguments.command_line import merge_settings, settings_in_file  # needs torch
-
     settings = settings_in_file(path)
     refuse_sentences(path, settings)
     return merge_settings(values, settings)

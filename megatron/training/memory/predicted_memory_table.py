@@ -50,16 +50,13 @@ def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
     config = job.runtime.config
     most = worst(ranks)
     p = len(ranks)
-    t = config.parallel.tensor_model_parallel_size
-    world_size = job.runtime.world_size
-    model_ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    c = world_size // (model_ranks * config.data_parallel_size(world_size))  # ranks that share a sequence
+    layout = config.parallel.layout_text(config.data_parallel_size(job.runtime.world_size))
     m = max(job.runtime.batch_sizes.sizes) // job.runtime.samples_at_once
     tokens = f"{config.training.micro_batch_size} x {config.data.seq_length} tokens"
     all_ranks = sum(rank.total for rank in ranks) * job.runtime.world_size // p
     return [
-        f"{sum(rank.parameters for rank in ranks):,} parameters; {job.runtime.world_size:,} rank(s): tp {t}, pp {p}, "
-        f"dp {config.data_parallel_size(job.runtime.world_size)}{f', cp {c}' if c > 1 else ''}; {m} microbatch(es) of {tokens}, {config.schedule_name}, "
+        f"{sum(rank.parameters for rank in ranks):,} parameters; {job.runtime.world_size:,} rank(s): {layout}; "
+        f"{m} microbatch(es) of {tokens}, {config.schedule_name}, "
         f"ZeRO stage {config.data_parallel.stage}; kernels of {'an accelerator' if job.accelerator else 'a CPU'}",
         *stage_table(ranks),
         f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which "
