@@ -3,14 +3,16 @@
     python tools/data_plan.py --data-path 0.7 data/books_text_document 0.3 data/wiki_text_document \
         --seq-length 1024 --global-batch-size 256 --train-iters 10000
 
-The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes nothing.
---yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are counted
-by tools/prepare_cache.py, which builds their index.
+The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes
+nothing.
+--yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are
+counted by tools/prepare_cache.py, which builds their index.
 """
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +104,10 @@ def read_flags_and_file(parser: FlagParser, arguments: list[str] | None) -> dict
     if path is None:
         return values
 
-    from megatron.training.arguments.command_line import merge_settings, settings_in_file  # needs torch
-
-    settings = settings_in_file(path)
+    command_line = import_module("megatron.training.arguments.command_line")  # not above, since a plan needs no torch
+    settings = command_line.settings_in_file(path)
     refuse_sentences(path, settings)
-    return merge_settings(values, settings)
+    return command_line.merge_settings(values, settings)
 
 
 def refuse_sentences(path: str, settings: Mapping[str, Any]) -> None:

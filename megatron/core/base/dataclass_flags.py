@@ -24,6 +24,7 @@ from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from megatron.core.base import tolerate_broken_output
+from megatron.core.base.version import version_text
 
 _REQUIRED = dataclasses.MISSING
 
@@ -339,6 +340,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
+        if self.add_help:
+            self.add_argument("--version", action="version", version=version_text(), help="print the version")
         self._unreadable: dict[str, str] = {}
         self.refused: set[str] = set()  # Megatron's flags that are parsed only to explain why they are refused
         self.own: list[argparse.Action] = []  # the script's flags

@@ -14,13 +14,8 @@ from measured_memory import SMALL, check
 from tiny_run import Layout, TinyTrainer, assert_equal, run
 
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import (
-    CompileConfig,
-    compile_cost,
-    compile_if_all_ranks_can,
-    compiles,
-    why_not,
-)
+from megatron.core.ops.compile.compile_config import CompileConfig
+from megatron.core.ops.compile.compiled_region import compile_cost, compile_if_all_ranks_can, compiles, why_not
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh

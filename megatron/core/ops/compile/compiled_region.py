@@ -20,14 +20,14 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils._triton import has_triton
 
-from megatron.core.base.dataclass_flags import FlagConfig, option
+from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
 from megatron.core.ops.recomputable_tensors import mark_recomputable
 from megatron.core.parallel import collectives
@@ -35,19 +35,6 @@ from megatron.core.parallel.accelerator import is_accelerator
 from megatron.core.parallel.rank_grid import Axis
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
-
-
-@dataclass(frozen=True)
-class CompileConfig(FlagConfig):
-    """Compilation by torch.compile."""
-
-    compile: Literal["off", "regions", "layers"] = option(
-        "off",
-        "what torch.compile compiles: regions: the operations between matrix products (norms, activations, rotary "
-        "positions, cross entropy); layers: whole layers, or regions where a layer cannot be compiled, with the "
-        "reason in the log. Needs a C++ compiler on a CPU and Triton on other devices; if that is missing, nothing is "
-        "compiled",
-    )
 
 
 # ---------------------------------------------------------------- requirements
