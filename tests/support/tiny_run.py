@@ -41,7 +41,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.build_model_and_optimizer import tie_embeddings
-from megatron.training.checkpointing.save_and_load import save_and_load
+from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.step import StepResult, train_step
 
