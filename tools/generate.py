@@ -92,7 +92,7 @@ class GenerateConfig(FlagConfig):
         if not self.load:
             yield "--load is needed: a folder that pretraining wrote with --save"
         if not self.prompt and not self.prompt_file and not self.sample_input_file:
-            yield "no prompt: give --prompt TEXT or --prompt-file FILE"
+            yield "no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt-file - for standard input"
         if self.prompt_file == self.sample_input_file == "-":
             yield "--prompt-file and --sample-input-file cannot both be standard input; give one a name"
 

@@ -432,7 +432,10 @@ def add_flag(
     hidden: bool = False,
 ) -> None:
     """Add the flag of one field. default: shown in help instead of the field's own. hidden: not in help."""
-    default = default_text(field) if default is None else default
+    if default is None:
+        default = default_text(field)
+    elif isinstance(default, list):
+        default = " ".join(map(str, default))
     suffix = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
     text = f"{field.metadata['help']}{suffix}".replace("%", "%%")
     if hidden:
