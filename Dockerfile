@@ -11,9 +11,14 @@ WORKDIR /workspace
 ENV PYTHONUNBUFFERED=1
 
 # What is installed changes less often than the code: a layer of its own.
-COPY setup.py constraints.txt pyproject.toml README.md ./
+COPY setup.py constraints.txt pyproject.toml README.md LICENSE ./
 COPY megatron megatron
 RUN pip install --no-cache-dir -c constraints.txt -e .[test,watch]
 COPY . .
+
+# Runs as a user of its own, who may write below /workspace; a mounted folder must let the user with this number write.
+RUN useradd --uid 1000 --create-home trainer
+RUN chown -R trainer /workspace
+USER trainer
 
 CMD ["python", "-m", "megatron.report"]

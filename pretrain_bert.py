@@ -2,10 +2,17 @@
 
 torchrun --nproc-per-node 4 pretrain_bert.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+
+from megatron.training.arguments.parser import answer_help
+
+DEFAULTS = {"tokenizer_type": "BertWordPieceLowerCase"}
+if __name__ == "__main__":
+    answer_help(DEFAULTS)
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +133,6 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        args_defaults={"tokenizer_type": "BertWordPieceLowerCase"},
+        args_defaults=DEFAULTS,
         rules=BertModel.rules,
     )

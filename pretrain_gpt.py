@@ -2,10 +2,17 @@
 
 torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+
+from megatron.training.arguments.parser import answer_help
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+if __name__ == "__main__":
+    answer_help(DEFAULTS)
 
 from torch import Tensor, nn
 
@@ -86,6 +93,6 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        args_defaults=DEFAULTS,
         rules=GPTModel.rules,
     )

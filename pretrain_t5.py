@@ -2,10 +2,26 @@
 
 torchrun --nproc-per-node 4 pretrain_t5.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 ...
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+
+from megatron.training.arguments.parser import answer_help
+
+# The architecture of the published T5 1.0. Version 1.1 has --gated --activation gelu-tanh and an untied output layer.
+DEFAULTS = {
+    "tokenizer_type": "BertWordPieceLowerCase",
+    "position_embedding_type": "relative",
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "add_bias_linear": False,
+    "activation": "relu",
+    "softmax_scale": 1.0,
+}
+if __name__ == "__main__":
+    answer_help({"decoder_num_layers": 0, **DEFAULTS})
 
 import torch
 from torch import Tensor, nn
@@ -98,17 +114,6 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Any,
     output = model(batch["text_enc"], batch["text_dec"], batch["enc_mask"], batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
-
-# The architecture of the published T5 1.0. Version 1.1 has --gated --activation gelu-tanh and an untied output layer.
-DEFAULTS = {
-    "tokenizer_type": "BertWordPieceLowerCase",
-    "position_embedding_type": "relative",
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-6,
-    "add_bias_linear": False,
-    "activation": "relu",
-    "softmax_scale": 1.0,
-}
 
 if __name__ == "__main__":
     pretrain(

@@ -1,12 +1,14 @@
 """The distribution megatron-anywhere, whose package is `megatron`: `pip install -c constraints.txt -e .`, with the tested versions."""
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 REQUIRED = [
-    "torch>=2.11",  # tensors, autograd, and the communication behind megatron/core/parallel/collectives.py
+    "torch>=2.11,<3",  # tensors, autograd, and the communication behind megatron/core/parallel/collectives.py
     "numpy",  # memory-mapped token files and the order of samples
     "tokenizers",  # byte-level BPE: to learn a vocabulary, and to turn text into tokens and back
     "sentencepiece",  # SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer: the tokenizers of many published models
@@ -58,25 +60,64 @@ COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.consol
 COMMANDS["megatron-report"] = "megatron.report:main"
 
 
+# Beside the package, in a wheel's megatron/_programs: the programs, and the examples and recipes that the documents name.
+PROGRAM_FILES = ["pretrain_*.py", "tools/**/*.py", "examples/**/*"]
+
+KEYWORDS = [
+    "deep learning",
+    "language model",
+    "pretraining",
+    "transformer",
+    "Megatron",
+    "DeepSpeed",
+    "PyTorch",
+    "ZeRO",
+    "CPU",
+]
+CLASSIFIERS = [
+    "Development Status :: 4 - Beta",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3 :: Only",
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Programming Language :: Python :: 3.14",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+]
+
+
 class BuildWithPrograms(build_py):
     """A wheel has the programs in megatron/_programs; an editable installation uses them where they are."""
 
     def run(self) -> None:
+        package = Path(self.build_lib) / "megatron"
+        if not self.editable_mode and package.is_dir():
+            shutil.rmtree(package)  # an earlier build may have files that are gone since
         super().run()
-        if not self.editable_mode:
-            for path in [*Path().glob("pretrain_*.py"), *Path("tools").rglob("*.py")]:
-                copy = Path(self.build_lib) / "megatron" / "_programs" / path
-                self.mkpath(str(copy.parent))
-                self.copy_file(str(path), str(copy))
+        if self.editable_mode:
+            return
+        for pattern in PROGRAM_FILES:
+            for path in Path().glob(pattern):
+                if path.is_file() and path.suffix != ".pyc":
+                    copy = package / "_programs" / path
+                    self.mkpath(str(copy.parent))
+                    self.copy_file(str(path), str(copy))
 
 
 setup(
     name="megatron-anywhere",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', Path("megatron/core/base/version.py").read_text(encoding="utf-8"))[1],
     description="Pretraining of transformers over tensor, sequence, pipeline and data parallel ranks, on a CPU too",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    author="The contributors of megatron-anywhere",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=KEYWORDS,
+    classifiers=CLASSIFIERS,
     package_dir={"": "."},  # an editable installation is then one line with this path, not an import hook
     packages=find_namespace_packages(include=["megatron", "megatron.*"], exclude=["*.__pycache__"]),
     package_data={"megatron": ["py.typed"]},

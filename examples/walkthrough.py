@@ -4,14 +4,14 @@
     python examples/walkthrough.py model --rank 5    one rank's part of the model: its parameters, and how each is sharded
     python examples/walkthrough.py buffers --rank 5  the contiguous buffers of its DistributedDataParallel
     python examples/walkthrough.py step --rank 5     the collectives that it issues in a training step, by phase
-    python examples/walkthrough.py zero              ZeRO 0 to 3, or the stage given: what a rank stores, and which hook sends
+    python examples/walkthrough.py zero              what a rank stores in ZeRO 0 to 3, and which hook sends
     torchrun --nproc-per-node 4 examples/walkthrough.py start       processes that join through initialize_megatron
     torchrun --nproc-per-node 2 examples/walkthrough.py engine      DeepSpeed's engine over a plain torch model
 
 The first five need one process: the rank is built by pretrain_gpt.py's own functions, of tensors without values; its peers are
 simulated, and their collectives return without communication. Further flags are those of pretrain_gpt.py, and --world-size N:
-`step --world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 3`. With --yaml-cfg, --hf-config or
-another flag whose file describes a model, that model is shown in its own layout.
+`step --world-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 --zero-stage 3`. With --yaml-cfg, --hf-config
+or another flag whose file describes a model, that model is shown in its own layout.
 """
 # ruff: noqa: E402  (the command is checked before torch is imported, which takes seconds)
 
@@ -20,7 +20,7 @@ import os
 import sys
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +112,16 @@ AXES_OF_MEGATRON = {
     "pipeline model-parallel": "pp",
     "model-parallel": "mp",
 }
-FURTHER_AXES = {
-    "tensor- and context-parallel": "tp_cp",
-    "exchange of heads (a2a+p2p)": "cp_heads",
-    "ring of keys (a2a+p2p)": "cp_ring",
-    "key/value head": "kv",
+FURTHER_AXES: dict[str, Callable[[Mesh], Axis | None]] = {
+    "context-parallel": lambda mesh: mesh["cp"],
+    "data- and context-parallel": lambda mesh: mesh.tokens,
+    "tensor- and context-parallel": lambda mesh: mesh["tp_cp"],
+    "exchange of heads (a2a+p2p)": lambda mesh: mesh.get("cp_heads"),
+    "ring of keys (a2a+p2p)": lambda mesh: mesh.get("cp_ring"),
+    "key/value head": lambda mesh: mesh.get("kv"),
+    "optimizer instance": lambda mesh: mesh.grad_axes(shards=True).shard,
+    "replicas of an optimizer instance": lambda mesh: mesh.grad_axes(shards=True).replica,
 }
-
-
-def further_groups(mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of a rank's further groups, by name: of sequences, tokens and sharded state, and `FURTHER_AXES`."""
-    axes = mesh.grad_axes(shards=True)
-    ranks = {
-        "context-parallel": mesh.sequence.ranks,
-        "data- and context-parallel": mesh.tokens.ranks,
-        "optimizer instance": axes.shard.ranks,
-        "replicas of an optimizer instance": axes.replica.ranks,
-    }
-    ranks.update({name: mesh[axis].ranks for name, axis in FURTHER_AXES.items() if axis in mesh})
-    return ranks
 
 
 def groups(job: Job) -> None:
@@ -141,10 +132,11 @@ def groups(job: Job) -> None:
 
     # for each name, the group that each rank is in; of further axes those that have groups of their own
     group_per_rank = {name: [mesh[axis].ranks for mesh in meshes] for name, axis in AXES_OF_MEGATRON.items()}
-    further = [further_groups(mesh) for mesh in meshes]
-    for name in further[0]:
-        groups_of_axis = [groups_of_rank[name] for groups_of_rank in further]
-        if max(map(len, groups_of_axis)) > 1 and groups_of_axis not in group_per_rank.values():
+    for name, axis_of in FURTHER_AXES.items():
+        axes = [axis_of(mesh) for mesh in meshes]
+        groups_of_axis = [axis.ranks for axis in axes if axis is not None]
+        is_shared = max(map(len, groups_of_axis), default=0) > 1
+        if is_shared and groups_of_axis not in group_per_rank.values():
             group_per_rank[name] = groups_of_axis
     group_per_rank["embedding"] = [mesh.embedding_ranks for mesh in meshes]
 

@@ -7,6 +7,9 @@
     legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are flat paths
     report      versions and devices, for a bug report (`python -m megatron.report`)
 
+`python -m megatron` lists the commands. `__version__` is the version of this project; `megatron.core.__version__` is the
+release of megatron-core whose interface `core` follows.
+
 tests/package_graph.py declares which package may import which.
 """
 
@@ -65,6 +68,7 @@ def _lines(path: str) -> list[str]:
 _check_unmixed(os.path.dirname(os.path.abspath(__file__)))
 
 from megatron.core.base.lazy_imports import lazy_names  # noqa: E402  (it may be another's)
+from megatron.core.base.version import __version__ as __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.training.global_vars import (

@@ -20,6 +20,7 @@ from typing import Any
 import megatron
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.tolerate_broken_output import until_reader_ends
+from megatron.core.base.version import version_text
 from megatron.core.parallel.launcher_environment import discover, threads_per_rank
 
 PACKAGES = {  # package -> what needs it
@@ -93,6 +94,7 @@ def _facts_or_error(part: Callable[[], Facts]) -> Facts:
 
 def _system() -> Facts:
     return {
+        "version": version_text(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
@@ -221,6 +223,7 @@ def _value_as_text(value: Any) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status, 0."""
     parser = argparse.ArgumentParser("python -m megatron.report", description="Describe this machine for a bug report.")
+    parser.add_argument("--version", action="version", version=version_text(), help="print the version")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     parts = collect()

@@ -36,6 +36,7 @@ ONE_IN = {
     "ranks/models/test_matmul_backend.py::test_every_layout_trains_with_8_bits_as_one_process": 4,
     "ranks/models/test_toy_moe.py::test_every_layout_trains_as_one_process": 7,
     "ranks/ops/test_aux_losses.py::test_every_layout_trains_as_one_process": 4,
+    "ranks/models/test_fork_layouts.py::test_context_parallel_ranks_give_the_losses_of_one_process": 6,
     "ranks/models/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,
     "ranks/dist_checkpointing/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 6,
     "ranks/distributed/test_frozen_weights.py::test_a_unit_is_gathered_around_its_uses_and_is_alone": 3,

@@ -54,7 +54,8 @@ import pretrain_gpt
 from megatron import deepspeed
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import CompileConfig, compiles
+from megatron.core.ops.compile.compile_config import CompileConfig
+from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES

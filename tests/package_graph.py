@@ -41,7 +41,7 @@ LEVELS = (
     "training.trainer",
     "training.training",
     "legacy deepspeed report console_scripts",
-    "configure arguments data model mpu tokenizer utils",
+    "configure arguments data model mpu tokenizer utils __main__",
 )
 
 

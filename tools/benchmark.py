@@ -20,8 +20,8 @@ from typing import Literal, get_args, get_type_hints
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, WholeNumber, option
-from megatron.core.ops.compile.compiled_region import CompileConfig
-from megatron.core.parallel.accelerator import Device, DeviceName, multiplies_bfloat16
+from megatron.core.ops.compile.compile_config import CompileConfig
+from megatron.core.parallel.device_config import DeviceName
 from tools.benchmarking import records, works
 from tools.benchmarking.contest import TURN, Contest, Plan, Stopped, ceilings
 from tools.benchmarking.picture import draw
@@ -176,7 +176,8 @@ def measure_works(config: BenchmarkConfig, until: float) -> tuple[dict[str, Reco
     Returns (records by name of the work, reasons by name of a work that failed).
     """
     # the works that this device can do
-    half = multiplies_bfloat16(Device.select(config.device).torch_device)
+    accelerator = importlib.import_module("megatron.core.parallel.accelerator")  # not above: it needs torch
+    half = accelerator.multiplies_bfloat16(accelerator.Device.select(config.device).torch_device)
     selected = works.chosen(config.works, half=half)
     skipped = [name for name in works.chosen(config.works) if name not in selected]
     if skipped:

@@ -9,6 +9,7 @@
 --save need memory for two tensors. --save-dcp needs memory for the whole model, and writes a pickle (.metadata), which
 loading executes.
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 import sys
 import warnings
@@ -18,23 +19,9 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from torch.distributed import checkpoint as dcp
-
-from megatron.convert import copy_checkpoint, open_any, write_hf_folder
-from megatron.convert.check_missing_keys import check_complete
-from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
-from megatron.core.dist_checkpointing import Checkpoint
-from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
-from megatron.core.sharding.boxes import whole
-from megatron.core.storage.file_layer import backend_of, exists, remove_tree
-from megatron.core.storage.path_or_url import is_url, path_of
 from megatron.training.arguments.hf_export_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
-from tools.errors import missing, run_tool
-
-_MODEL = "model/"  # prefix of the names of a model's tensors in a checkpoint
+from tools.errors import answer_help, missing, run_tool, tool_parser
 
 
 @dataclass(frozen=True)
@@ -96,6 +83,25 @@ class ConvertConfig(FlagConfig):
                 if value is not None:
                     problems.append(f"{flag} is for --save-hf: leave it out")
         return problems
+
+
+if __name__ == "__main__":
+    answer_help(lambda: tool_parser(__doc__, [ConvertConfig]))
+
+import torch
+from torch.distributed import checkpoint as dcp
+
+from megatron.convert import copy_checkpoint, open_any, write_hf_folder
+from megatron.convert.check_missing_keys import check_complete
+from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
+from megatron.core.dist_checkpointing import Checkpoint
+from megatron.core.dist_checkpointing.local_tensor import LocalTensor
+from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
+from megatron.core.sharding.boxes import whole
+from megatron.core.storage.file_layer import backend_of, exists, remove_tree
+from megatron.core.storage.path_or_url import is_url, path_of
+
+_MODEL = "model/"  # prefix of the names of a model's tensors in a checkpoint
 
 
 def convert(config: ConvertConfig) -> None:

@@ -8,6 +8,7 @@
 A folder contains all iterations or one, on this machine or in an object store. Checkpoints of any layouts can be compared,
 because tensors are assembled from their shards. Exit code 1 if there is damage or a difference.
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 import json
 import re
@@ -17,27 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.convert import is_foreign, open_any
-from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, option
-from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
-from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
-from megatron.core.dist_checkpointing.manifest_format import TensorRecord, item_bytes_of, iteration_of, show_box
-from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
-from megatron.core.sharding.boxes import size_of, whole
-from megatron.core.storage.path_or_url import path_of
-from tools.errors import missing, naming_flag, run_tool
-
-_ROWS = 12  # of a picture, in characters
-_COLUMNS = 64
-_SHADES = " .:-=+*#%@"  # by the share of elements that differ
-_SHOWN = 20  # number of differences of the state, and of tensors in a PNG
-_SQUARES = 8  # tensors of a picture
+from tools.errors import answer_help, missing, naming_flag, run_tool, tool_parser
 
 
 @dataclass(frozen=True)
@@ -72,6 +56,28 @@ class CheckpointInspectConfig(FlagConfig):
             re.compile(self.tensors or "")
         except re.error as error:
             yield f"--tensors {self.tensors} is not a regular expression: {error}"
+
+
+if __name__ == "__main__":
+    answer_help(lambda: tool_parser(__doc__, [CheckpointInspectConfig]))
+
+import torch
+from torch import Tensor
+
+from megatron.convert import is_foreign, open_any
+from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
+from megatron.core.dist_checkpointing.manifest_format import TensorRecord, item_bytes_of, iteration_of, show_box
+from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
+from megatron.core.sharding.boxes import size_of, whole
+from megatron.core.storage.path_or_url import path_of
+
+_ROWS = 12  # of a picture, in characters
+_COLUMNS = 64
+_SHADES = " .:-=+*#%@"  # by the share of elements that differ
+_SHOWN = 20  # number of differences of the state, and of tensors in a PNG
+_SQUARES = 8  # tensors of a picture
 
 
 def opened(folder: str, step: int | None) -> Checkpoint:

@@ -3,7 +3,8 @@
     python tools/data_plan.py --data-path 0.7 data/books_text_document 0.3 data/wiki_text_document \
         --seq-length 1024 --global-batch-size 256 --train-iters 10000
 
-The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes nothing.
+The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes
+nothing.
 --yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are
 counted by tools/prepare_cache.py, which builds their index.
 """
@@ -11,6 +12,7 @@ counted by tools/prepare_cache.py, which builds their index.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from megatron.core.datasets.gpt_samples import plan_data_usage
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
 from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.planned_data_usage import DataUsage, total
-from megatron.training.arguments.command_line import merge_settings, settings_in_file
 from tools.errors import run_tool
 
 
@@ -102,9 +103,11 @@ def read_flags_and_file(parser: FlagParser, arguments: list[str] | None) -> dict
     path = values.pop("yaml_cfg")
     if path is None:
         return values
-    settings = settings_in_file(path)
+
+    command_line = import_module("megatron.training.arguments.command_line")  # not above, since a plan needs no torch
+    settings = command_line.settings_in_file(path)
     refuse_sentences(path, settings)
-    return merge_settings(values, settings)
+    return command_line.merge_settings(values, settings)
 
 
 def refuse_sentences(path: str, settings: Mapping[str, Any]) -> None:

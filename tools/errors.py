@@ -1,6 +1,8 @@
 """Start and end of every tool: read its flags, print an error as one line, return an exit status."""
 
+import argparse
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,7 @@ def run_tool(
     """
 
     def read_and_work() -> None:
-        parser = FlagParser(description=doc.splitlines()[0])
-        for config in configs:
-            add_flags(parser, config)
-        values = read(parser, arguments)
+        values = read(tool_parser(doc, configs), arguments)
         settings = [build(config, values) for config in configs]
         for config in settings:
             for flag, reason in config.without_effect.items():
@@ -37,6 +36,24 @@ def run_tool(
         work(*settings)
 
     return exit_status(Path(path).stem, read_and_work, interrupted)
+
+
+def tool_parser(doc: str, configs: list[type]) -> FlagParser:
+    """Return the parser of a tool: the flags of the config classes, and the first line of its docstring."""
+    parser = FlagParser(description=doc.splitlines()[0])
+    for config in configs:
+        add_flags(parser, config)
+    return parser
+
+
+def answer_help(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Print the help or the version of a tool and exit, if a word asks for it; else return.
+
+    For tools that import torch, before they do: it takes seconds.
+    """
+    asked = {"-h", "--help", "--version"} & set(sys.argv[1:])
+    if asked:
+        make_parser().parse_args(sorted(asked)[:1])
 
 
 def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:

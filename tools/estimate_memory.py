@@ -20,18 +20,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.tolerate_broken_output import until_reader_ends
+from megatron.core.base.version import version_text
 from tools.estimating.flags import add_own_flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; return the exit status: 0 is success, 2 an error in the flags."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if {"-h", "--help"} & set(words):
+    asked = {"-h", "--help", "--version"} & set(words)
+    if asked:
         parser = argparse.ArgumentParser(
             usage="%(prog)s [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        parser.add_argument("--version", action="version", version=version_text(), help="print the version")
         add_own_flags(parser)
-        parser.parse_args(["--help"])  # prints the help and exits
+        parser.parse_args(sorted(asked)[:1])  # prints the help or the version, and exits
     return import_module("tools.estimating.estimate").run(words)  # not imported above, since --help needs no torch
 
 

@@ -9,6 +9,7 @@ Model and tokenizer are the checkpoint's, saved from any layout; if the tokenize
 tokenizer files, and prints. --model mine/pretrain.py builds the model with that script's model_provider, and adds what the
 script registers: tokenizers, attention kernels, caches.
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 import argparse
 import json
@@ -20,15 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-from torch import nn
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.convert import open_any
-from megatron.convert.hf_origin import Provenance
-from megatron.convert.read_hf_vocabulary import read_vocabulary
-from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
@@ -40,44 +34,10 @@ from megatron.core.base.dataclass_flags import (
     option,
     read_flags,
 )
-from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
-from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
-from megatron.core.dist_checkpointing import Checkpoint
-from megatron.core.inference import (
-    SamplingConfig,
-    chooser,
-    layout_problems,
-    load_gpt,
-    load_t5,
-    notes_on_checkpoint,
-    read_saved_settings,
-)
-from megatron.core.inference.generate import generate_batch
-from megatron.core.inference.generate_t5 import answer_batch
-from megatron.core.parallel import collectives
-from megatron.core.parallel.accelerator import Device, DeviceName
-from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.parallel.rank_grid import Axis
-from megatron.core.sharding.initial_values import seed_of
-from megatron.core.storage.path_or_url import path_of
-from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
-from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
-from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
-from megatron.training.global_vars import set_runtime
-from megatron.training.initialize import affinity_cores
-from megatron.training.monitor.cpu_contention import CpuContention
-from megatron.training.training import Script
-from tools.errors import naming_flag
-from tools.generating.script_model import load_script_model
-from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
-from tools.generating.writer import Writer
-from tools.script import script_at
-from tools.waiting import waiting_for_text
-
-LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-LAYOUT_FIELDS = (*LAYOUT_SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
+from megatron.core.inference.sampling_config import SamplingConfig
+from megatron.core.parallel.device_config import DeviceName
+from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from tools.errors import answer_help, naming_flag
 
 
 @dataclass(frozen=True)
@@ -132,9 +92,68 @@ class GenerateConfig(FlagConfig):
         if not self.load:
             yield "--load is needed: a folder that pretraining wrote with --save"
         if not self.prompt and not self.prompt_file and not self.sample_input_file:
-            yield "no prompt: give --prompt TEXT or --prompt-file FILE"
+            yield "no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt-file - for standard input"
         if self.prompt_file == self.sample_input_file == "-":
             yield "--prompt-file and --sample-input-file cannot both be standard input; give one a name"
+
+
+def make_parser() -> FlagParser:
+    """Return the parser of all flags of this tool."""
+    parser = FlagParser(description=__doc__.splitlines()[0])
+    add_flags(parser, GenerateConfig)
+    prompt_help = "text to continue; may be given again; an empty one begins a new document"
+    parser.add_argument("--prompt", action="append", default=argparse.SUPPRESS, metavar="TEXT", help=prompt_help)
+    add_flags(parser, SamplingConfig)
+    add_flags(parser, TokenizerConfig)
+    return parser
+
+
+if __name__ == "__main__":
+    answer_help(make_parser)
+
+import torch
+from torch import nn
+
+from megatron.convert import open_any
+from megatron.convert.hf_origin import Provenance
+from megatron.convert.read_hf_vocabulary import read_vocabulary
+from megatron.core import parallel_state
+from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
+from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
+from megatron.core.dist_checkpointing import Checkpoint
+from megatron.core.inference import (
+    chooser,
+    layout_problems,
+    load_gpt,
+    load_t5,
+    notes_on_checkpoint,
+    read_saved_settings,
+)
+from megatron.core.inference.generate import generate_batch
+from megatron.core.inference.generate_t5 import answer_batch
+from megatron.core.parallel import collectives
+from megatron.core.parallel.accelerator import Device
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.parallel_config import ParallelConfig
+from megatron.core.parallel.rank_grid import Axis
+from megatron.core.sharding.initial_values import seed_of
+from megatron.core.storage.path_or_url import path_of
+from megatron.core.tokenizers import Tokenizer, build_tokenizer
+from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
+from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
+from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
+from megatron.training.global_vars import set_runtime
+from megatron.training.initialize import affinity_cores
+from megatron.training.monitor.cpu_contention import CpuContention
+from megatron.training.training import Script
+from tools.generating.script_model import load_script_model
+from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
+from tools.generating.writer import Writer
+from tools.script import script_at
+from tools.waiting import waiting_for_text
+
+LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+LAYOUT_FIELDS = (*LAYOUT_SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
 
 
 @dataclass(frozen=True)
@@ -177,17 +196,6 @@ def read_settings(arguments: list[str] | None) -> Settings:
         local_rank = parallel_state.launched_local_rank()
     device = Device.select(generation.device, local_rank)
     return Settings(generation, sampling, tokenizer_flags, device, script)
-
-
-def make_parser() -> FlagParser:
-    """Return the parser of all flags of this tool."""
-    parser = FlagParser(description=__doc__.splitlines()[0])
-    add_flags(parser, GenerateConfig)
-    prompt_help = "text to continue; may be given again; an empty one begins a new document"
-    parser.add_argument("--prompt", action="append", default=argparse.SUPPRESS, metavar="TEXT", help=prompt_help)
-    add_flags(parser, SamplingConfig)
-    add_flags(parser, TokenizerConfig)
-    return parser
 
 
 # ---------------------------------------------------------------- the model

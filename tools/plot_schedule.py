@@ -332,8 +332,8 @@ Several schedules are drawn under one another on one axis of time, in which all 
 
 ![the time lines of four schedules with 4 ranks and 8 microbatches]({PICTURE})
 
-`python tools/plot_schedule.py --write-docs docs/schedules.md` writes this page and its picture; a test compares them with
-the code.
+`python tools/plot_schedule.py --write-docs docs/schedules.md` writes this page and its picture; a test compares them with the
+code.
 
 How to read the plots: each row is a pipeline rank, and time runs to the right.
 

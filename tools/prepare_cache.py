@@ -8,6 +8,7 @@ nodes does not wait while one rank builds. If the batch size depends on the numb
 --prepare-cache-world-size. The script is pretrain_gpt.py; with --prepare-cache-model bert or t5 it is pretrain_bert.py or
 pretrain_t5.py.
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 import argparse
 import sys
@@ -20,46 +21,25 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, option_fields
-from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
-from megatron.core.datasets.gpt_samples import build_gpt_datasets
-from megatron.core.datasets.index_map import SPLIT_NAMES
-from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES, ModelRules
-from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS, Config
-from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.initialize import examine_without_device
-from megatron.training.num_samples import samples_to_request
+from megatron.training.arguments.parser import answer_help
 from tools.errors import exit_status
 
 
 @dataclass(frozen=True)
 class Script:
-    """The defaults, rules and data sets of a training script."""
+    """The defaults and rules of a training script."""
 
     tokenizer: str  # default of --tokenizer-type
     rules: ModelRules
-    # (settings of the run, tokenizer, samples of each split, seed, say=, progress=) -> the data sets of each split
-    build: Callable[..., tuple]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _build_gpt(config: Config, *request: Any, **callbacks: Any) -> tuple:
-    return build_gpt_datasets(config.data, *request, fim=config.fim, **callbacks)
-
-
-def _build_bert(config: Config, *request: Any, **callbacks: Any) -> tuple:
-    return build_bert_datasets(config.data, config.masked_data, *request, **callbacks)
-
-
-def _build_t5(config: Config, *request: Any, **callbacks: Any) -> tuple:
-    return build_t5_datasets(config.data, config.masked_data, *request, **callbacks)
-
-
 SCRIPTS = {
-    "gpt": Script("GPT2BPETokenizer", GPT_RULES, _build_gpt),
-    "bert": Script("BertWordPieceLowerCase", BERT_RULES, _build_bert),
-    "t5": Script("BertWordPieceLowerCase", T5_RULES, _build_t5, {"decoder_num_layers": 0}),
+    "gpt": Script("GPT2BPETokenizer", GPT_RULES),
+    "bert": Script("BertWordPieceLowerCase", BERT_RULES),
+    "t5": Script("BertWordPieceLowerCase", T5_RULES, {"decoder_num_layers": 0}),
 }
 # The settings on which indices depend: all of these components, and those that determine how many samples a run
 # requests. --lr is required as in training.
@@ -90,10 +70,44 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def script_of(argv: Sequence[str] | None) -> Script:
-    """Return the script of --prepare-cache-model. Raises ConfigError for an unknown name."""
+def script_of(argv: Sequence[str] | None) -> str:
+    """Return the name of --prepare-cache-model. Raises ConfigError for an unknown one."""
     options, _ = add_flags(FlagParser(add_help=False)).parse_known_args(argv)
-    return SCRIPTS[options.prepare_cache_model]
+    return options.prepare_cache_model
+
+
+def defaults_of(script: Script) -> dict[str, Any]:
+    """Return the script's defaults of settings."""
+    return {"tokenizer_type": script.tokenizer, **script.defaults}
+
+
+if __name__ == "__main__":
+    answer_help(defaults_of(SCRIPTS["gpt"]), UNREAD, add_flags)
+
+from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
+from megatron.core.datasets.gpt_samples import build_gpt_datasets
+from megatron.core.datasets.index_map import SPLIT_NAMES
+from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
+from megatron.training.arguments.command_line import parse_args
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.initialize import examine_without_device
+from megatron.training.num_samples import samples_to_request
+
+
+def _build_gpt(config: Config, *request: Any, **callbacks: Any) -> tuple:
+    return build_gpt_datasets(config.data, *request, fim=config.fim, **callbacks)
+
+
+def _build_bert(config: Config, *request: Any, **callbacks: Any) -> tuple:
+    return build_bert_datasets(config.data, config.masked_data, *request, **callbacks)
+
+
+def _build_t5(config: Config, *request: Any, **callbacks: Any) -> tuple:
+    return build_t5_datasets(config.data, config.masked_data, *request, **callbacks)
+
+
+# (settings of the run, tokenizer, samples of each split, seed, say=, progress=) -> the data sets of each split
+BUILDERS: dict[str, Callable[..., tuple]] = {"gpt": _build_gpt, "bert": _build_bert, "t5": _build_t5}
 
 
 def world_size_of(config: Config, requested: int | None) -> int:
@@ -115,8 +129,9 @@ def world_size_of(config: Config, requested: int | None) -> int:
 def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str, int]:
     """Build the indices of the run of this command line; return {split: samples}. Raises ConfigError or ValueError."""
     # read and check the flags as training does
-    script = script_of(argv)
-    parsed = parse_args(argv, add_flags, {"tokenizer_type": script.tokenizer, **script.defaults}, UNREAD)
+    name = script_of(argv)
+    script = SCRIPTS[name]
+    parsed = parse_args(argv, add_flags, defaults_of(script), UNREAD)
     config = parsed.config
     world_size = world_size_of(config, parsed.args.prepare_cache_world_size)
     problems, tokenizer = examine_without_device(config, world_size, script.rules)
@@ -129,13 +144,13 @@ def prepare(argv: Sequence[str] | None, say: Callable[[str], None]) -> dict[str,
     train_iters = config.train_iters(world_size)
     batch_sizes = (config.batch_sizes(world_size).last, config.eval_batch_size(world_size))
     num_samples = samples_to_request(config.training, config.data, train_iters, batch_sizes, TrainState())
-    datasets = script.build(config, tokenizer, num_samples, config.training.seed, say=say, progress=say)
+    datasets = BUILDERS[name](config, tokenizer, num_samples, config.training.seed, say=say, progress=say)
 
     lengths = {}
-    for name, dataset in zip(SPLIT_NAMES, datasets):
+    for split, dataset in zip(SPLIT_NAMES, datasets):
         sets = dataset if isinstance(dataset, list) else [dataset]  # a list: several validation sets
         if sets != [None]:
-            lengths[name] = sum(map(len, sets))
+            lengths[split] = sum(map(len, sets))
     return lengths
 
 

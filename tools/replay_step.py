@@ -7,6 +7,7 @@ Model, precision, batches and dropout masks are the dump's; the layout is this c
 Further flags are those of pretraining (--device cpu). --model mine/pretrain.py is the script that trained, unless it was
 pretrain_gpt.py. Data and tokenizer files are not needed.
 """
+# ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 import argparse
 import math
@@ -15,10 +16,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.base.version import version_text
+from tools.errors import answer_help
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's own flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=version_text(), help="print the version")
+    parser.add_argument("dump", metavar="DIR", help="the folder of --bad-step-dir")
+    parser.add_argument("--model", default="gpt", help="gpt, bert, t5, or the script that trained")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_help(make_parser)
+
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, option_fields
@@ -176,10 +193,7 @@ def replay(root: str, model: str, further_flags: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the tool. Raises SystemExit with the problems of the flags."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("dump", metavar="DIR", help="the folder of --bad-step-dir")
-    parser.add_argument("--model", default="gpt", help="gpt, bert, t5, or the script that trained")
-    options, further_flags = parser.parse_known_args(arguments)
+    options, further_flags = make_parser().parse_known_args(arguments)
     try:
         replay(options.dump, options.model, further_flags)
     except ConfigError as error:

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.training import get_args, get_runtime, pretrain
+from megatron.training.batch_utils import get_batch_on_this_cp_rank
 
 SCHEDULES["rounds"] = rounds
 
@@ -76,9 +77,11 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
     shape = (runtime.config.training.micro_batch_size, runtime.config.data.seq_length)
     where = (shape, runtime.mesh["tp"], runtime.device.torch_device)
     data = next(data_iterator) if data_iterator is not None else None
-    tokens, labels, restarts = broadcast_batch(["tokens", "labels", "restarts"], data, torch.int64, *where)
-    positions = torch.arange(shape[1], device=tokens.device).expand(shape)
-    output = model(tokens, positions, labels=labels, restarts=restarts)
+    names = ["tokens", "labels", "restarts"]
+    batch = dict(zip(names, broadcast_batch(names, data, torch.int64, *where)))
+    batch["positions"] = torch.arange(shape[1], device=batch["tokens"].device).expand(shape)
+    batch = get_batch_on_this_cp_rank(batch)  # [b, s] -> this context-parallel rank's tokens of each sample
+    output = model(batch["tokens"], batch["positions"], labels=batch["labels"], restarts=batch["restarts"])
     return output, partial(loss_func, own(SideBySideConfig).restart_weight)
 
 

@@ -28,14 +28,15 @@ from megatron.core.datasets.data_fingerprint import data_sha256
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_rows_problem, ids_without_row_note
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
+from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.core.offload.offload_folder import offload_folder_conflicts, remove_surplus_rank_folders
-from megatron.core.offload.state_offload_config import make_offload_store
 from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import compile_if_all_ranks_can
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel import collectives
-from megatron.core.parallel.accelerator import Device, DeviceConfig
+from megatron.core.parallel.accelerator import Device
+from megatron.core.parallel.device_config import DeviceConfig
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
 from megatron.core.parallel.mesh import Mesh

@@ -18,6 +18,7 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.hard_exit import say_last_words
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.base.user_error_or_bug import write_error_file
@@ -219,6 +220,7 @@ def _run(script: Script, began: float, ctrl_c: exit_on_ctrl_c.ExitOnInterrupt) -
             listener.stop()
         if trainer is not None:
             trainer.watch.close()
+        say_last_words(code or failure_shutdown.exit_code_of(sys.exc_info()[1]))
         if runtime is not None:
             runtime.resources.close()
         set_runtime(None)

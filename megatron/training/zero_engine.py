@@ -33,7 +33,8 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.distributed.sync_and_gather_params import full_state_dict, sync_module_states
-from megatron.core.offload.state_offload_config import OffloadConfig, make_offload_store
+from megatron.core.offload.host_and_file_stores import make_offload_store
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.ops.aux_losses import AuxLoss, AuxLossMeans, AuxLossTotals, declared_aux_losses, objective_of
 from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer import FlatOptimizer, flat_optimizer_with_param_groups

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from megatron.core.offload.state_offload_config import make_offload_store
+from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.core.ops.attention.kernels import KERNELS
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys

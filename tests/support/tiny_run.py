@@ -17,8 +17,7 @@ from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.contiguous_buffers import ParamBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.offload.host_and_file_stores import OffloadAllocator
-from megatron.core.offload.state_offload_config import make_offload_store
+from megatron.core.offload.host_and_file_stores import OffloadAllocator, make_offload_store
 from megatron.core.offload.stored_tensor import start_reading
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE

@@ -8,13 +8,8 @@ from typing import Any
 import pretrain_bert
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import flag_of
-from megatron.core.ops.compile.compiled_region import (
-    CompileConfig,
-    CompiledRegion,
-    compile_cost,
-    whole_layer_fallback_lines,
-    why_not,
-)
+from megatron.core.ops.compile.compile_config import CompileConfig
+from megatron.core.ops.compile.compiled_region import CompiledRegion, compile_cost, whole_layer_fallback_lines, why_not
 from megatron.core.parallel import collectives
 from megatron.training.evaluate import evaluate
 from megatron.training.initialize import initialize_megatron

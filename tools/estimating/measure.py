@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.offload.state_offload_config import make_offload_store
+from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.training.global_vars import Runtime
 from megatron.training.memory.dry_run import alone, build_rank_parts, dry_run, mesh_of
 from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory, predicted_of

@@ -24,6 +24,7 @@ from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from megatron.core.base import tolerate_broken_output
+from megatron.core.base.version import version_text
 
 _REQUIRED = dataclasses.MISSING
 
@@ -339,6 +340,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
+        if self.add_help:
+            self.add_argument("--version", action="version", version=version_text(), help="print the version")
         self._unreadable: dict[str, str] = {}
         self.refused: set[str] = set()  # Megatron's flags that are parsed only to explain why they are refused
         self.own: list[argparse.Action] = []  # the script's flags
@@ -429,7 +432,10 @@ def add_flag(
     hidden: bool = False,
 ) -> None:
     """Add the flag of one field. default: shown in help instead of the field's own. hidden: not in help."""
-    default = default_text(field) if default is None else default
+    if default is None:
+        default = default_text(field)
+    elif isinstance(default, list):
+        default = " ".join(map(str, default))
     suffix = {"": "", "required": " (required)"}.get(default, f" (default: {default})")
     text = f"{field.metadata['help']}{suffix}".replace("%", "%%")
     if hidden:

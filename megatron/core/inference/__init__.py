@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         load_t5 as load_t5,
     )
     from megatron.core.inference.sampling import (
-        SamplingConfig as SamplingConfig,
         chooser as chooser,
         distribution as distribution,
         greedy as greedy,
@@ -32,12 +31,14 @@ if TYPE_CHECKING:
         keep_top_p as keep_top_p,
         sample as sample,
     )
+    from megatron.core.inference.sampling_config import SamplingConfig as SamplingConfig
 
 # The function `generate` is not here: the submodule of that name would shadow it as soon as anything imports it.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".sampling": "SamplingConfig chooser distribution greedy keep_top_k keep_top_p sample",
+        ".sampling_config": "SamplingConfig",
+        ".sampling": "chooser distribution greedy keep_top_k keep_top_p sample",
         ".load_model": "layout_problems load_gpt load_t5",
         ".checkpoint_settings": "SavedSettings notes_on_checkpoint read_saved_settings",
     },

@@ -19,6 +19,7 @@ from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.memory_category import memory_kind
 from megatron.core.offload.checksummed_file import BLOCK, BlockFile, OffloadError
 from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
+from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.offload.stored_tensor import Stored, StoredTensor
 from megatron.core.parallel.accelerator import is_accelerator, start_to_host
 
@@ -188,3 +189,14 @@ def _close(worker: ThreadPoolExecutor, file: BlockFile, folder: RankFolder) -> N
     worker.shutdown(cancel_futures=True)
     file.close()
     folder.remove()
+
+
+def make_offload_store(
+    config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK
+) -> OffloadAllocator | None:
+    """Return the store for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
+    if config.tier == "file":
+        return FileOffloadStore(config.offload_dir, rank, block, pinned=device.type != "cpu")
+    if config.tier == "host":
+        return HostOffloadStore(device)
+    return None

@@ -1,13 +1,9 @@
-"""The settings of offload, and the store for them."""
+"""The settings of offload. Needs no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from megatron.core.base.dataclass_flags import FlagConfig, Share, option
-from megatron.core.offload.checksummed_file import BLOCK
-from megatron.core.offload.host_and_file_stores import FileOffloadStore, HostOffloadStore, OffloadAllocator
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,3 @@ class OffloadConfig(FlagConfig):
         if self.offload_dir is not None:
             return "file"
         return "host" if self.optimizer_cpu_offload else "device"
-
-
-def make_offload_store(
-    config: OffloadConfig, rank: int, device: torch.device, block: int = BLOCK
-) -> OffloadAllocator | None:
-    """Return the store for these settings; None without offload. Raises ConfigError if its folder cannot be used."""
-    if config.tier == "file":
-        return FileOffloadStore(config.offload_dir, rank, block, pinned=device.type != "cpu")
-    if config.tier == "host":
-        return HostOffloadStore(device)
-    return None

@@ -10,5 +10,5 @@ initialize_model_parallel,                 how processes join a job and leave it
 init_and_destroy_distributed,
 launcher_environment
 hostfile_to_torchrun, detect_lost_ranks    launch commands; which ranks are missing or dead
-accelerator                                the device of the process; the only file that names a vendor
+accelerator                                the device; no file but this and device_config names a vendor
 """

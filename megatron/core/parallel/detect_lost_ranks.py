@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.base import tolerate_broken_output
+from megatron.core.base.hard_exit import hard_exit
 from megatron.core.base.user_error_or_bug import write_error_file
 
 REPORT_SECONDS = 30.0  # between reports of missing ranks
@@ -261,7 +262,7 @@ def _end_process(reason: str) -> None:
     tolerate_broken_output.print_stderr(reason)
     write_error_file(reason, follows=True)
     tolerate_broken_output.flush()
-    os._exit(1)
+    hard_exit(1)
 
 
 class LivenessClient:

@@ -105,11 +105,6 @@ class ParallelConfig(FlagConfig):
         """Ranks that share each sample."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    def layout_text(self, data_parallel_size: int) -> str:
-        """Return the sizes of the axes as a report shows them: "tp 2, pp 1, dp 4", with cp if a sequence is shared."""
-        text = f"tp {self.tensor_model_parallel_size}, pp {self.pipeline_model_parallel_size}, dp {data_parallel_size}"
-        return f"{text}, cp {self.context_parallel_size}" if self.context_parallel_size > 1 else text
-
     def sizes(self, world_size: int, replicas: int = 1, order: str | None = None) -> AxisSizes:
         """Return the axis sizes of a job; data parallelism takes the remaining factor.
 

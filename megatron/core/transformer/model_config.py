@@ -5,15 +5,17 @@ They are its shape, positions, recomputation and offload, loss, precision, and c
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, option
-from megatron.core.ops.compile.compiled_region import CompileConfig
+from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.transformer.attention_score_config import AttentionConfig
 from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception
 from megatron.core.transformer.shape_config import ShapeConfig
+
+if TYPE_CHECKING:  # the settings are read without torch, for --help
+    import torch
 
 _RECOMPUTED = ("core_attn", "mlp", "layernorm")
 _EXPERTS = "mixture of experts (--num-experts)"
@@ -127,7 +129,7 @@ class LossConfig(FlagConfig):
     )
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}  # torch's names
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,17 @@ class PrecisionConfig(FlagConfig):
             yield "--fp32-residual-connection needs --bf16 or --fp16; in fp32 the residual is not rounded anyway"
 
     @property
-    def params_dtype(self) -> torch.dtype:
-        return next((dtype for name, dtype in _DTYPES.items() if getattr(self, name)), torch.float32)
+    def params_dtype(self) -> "torch.dtype":
+        torch = import_module("torch")  # not above: --help reads the settings without torch, which takes seconds
+        for name, dtype in _DTYPES.items():
+            if getattr(self, name):
+                return getattr(torch, dtype)
+        return torch.float32
 
     @property
-    def residual_dtype(self) -> torch.dtype:
+    def residual_dtype(self) -> "torch.dtype":
         """The dtype of the residual stream, and so of the tensors between pipeline stages."""
-        return torch.float32 if self.fp32_residual_connection else self.params_dtype
+        return import_module("torch").float32 if self.fp32_residual_connection else self.params_dtype
 
 
 @dataclass(frozen=True)

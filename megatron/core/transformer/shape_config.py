@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from megatron.core.base.dataclass_flags import (
@@ -13,7 +14,7 @@ from megatron.core.base.dataclass_flags import (
     option,
     out_of_range,
 )
-from megatron.core.ops.attention.kernels import KERNELS, attention_function
+from megatron.core.ops.attention.kernel_names import KernelNames
 from megatron.core.sharding.placement import Normal, XavierUniform
 from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
 from megatron.core.transformer.sliding_window_config import (
@@ -94,7 +95,7 @@ class ShapeConfig(FlagConfig):
         "auto, fused, flash: torch's fused kernel where it supports the settings; tiled: compiled tiles, which "
         "need --compile and causal attention; tiled-eager: tiles in eager torch, for any mask; unfused, local: the "
         "reference, which stores all attention scores",
-        names=KERNELS,
+        names=KernelNames(),
     )
 
     def problems(self) -> Iterator[str]:
@@ -133,7 +134,8 @@ class ShapeConfig(FlagConfig):
     @staticmethod
     def function_of_attention(backend: str) -> str | None:
         """Return which function the kernel of --attention-backend computes; None if this script has no such kernel."""
-        return attention_function(backend) if backend in KERNELS else None
+        kernels = import_module("megatron.core.ops.attention.kernels")  # not above: it needs torch, and --help does not
+        return kernels.attention_function(backend) if backend in kernels.KERNELS else None
 
     @property
     def head_width(self) -> int:

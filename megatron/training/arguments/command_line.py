@@ -6,9 +6,8 @@ A setting's value comes from the first of these sources that has it:
     command line  >  --yaml-cfg FILE  >  checkpoint or --hf-config  >  the script's args_defaults  >  our defaults
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,11 +15,9 @@ from typing import Any, NamedTuple
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     FlagParser,
-    add_flag,
     build,
     default_of,
     field_of_action,
-    flags_of,
     option_fields,
     repeated_flags,
     unknown_problems,
@@ -36,9 +33,9 @@ from megatron.training.arguments.args_namespace import (
 )
 from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
 from megatron.training.arguments.config import COMPONENTS, Config
-from megatron.training.arguments.help import add_help_flags, flag_groups, meaning_of_shorthand
 from megatron.training.arguments.hf_config import taken_from_hf_config
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
+from megatron.training.arguments.parser import ExtraArgs, field_of_setting, flag_of_setting, make_parser
 from megatron.training.arguments.record_script_flags import script_flag_values
 from megatron.training.arguments.yaml_arguments import YAML_FLAG, read_yaml
 
@@ -49,63 +46,6 @@ class ArgumentsError(ConfigError):
     def __init__(self, problems: list[str], parts: dict[str, Any]):
         super().__init__(problems)
         self.parts = parts
-
-
-ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
-
-
-def make_parser(
-    extra_args_provider: ExtraArgs | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
-    unread: Mapping[str, str] | None = None,
-) -> FlagParser:
-    """Return the parser of all flags: accepted, refused or without effect.
-
-    args_defaults: the script's, shown in help. unread: settings that this script does not read, with the reason.
-    """
-    defaults = args_defaults or {}
-    unread = unread or {}
-    parser = FlagParser(description="Pretrain a transformer.", add_help=False)
-
-    # the settings
-    for title, text, fields in flag_groups():
-        group = parser.add_argument_group(title, text)
-        for component, field in fields:
-            add_flag(group, component, field, default=defaults.get(field.name), hidden=field.name in unread)
-
-    # other spellings of settings
-    shorthand = parser.add_argument_group("Other ways to say it")
-    yaml_help = "read flags from FILE: `key: value` lines, with or without groups; the command line takes precedence"
-    shorthand.add_argument(YAML_FLAG, metavar="FILE", default=argparse.SUPPRESS, dest=YAML_FLAG, help=yaml_help)
-    for flag in SHORTHAND:
-        text = f"the same as {meaning_of_shorthand(flag)}"
-        shorthand.add_argument(flag, dest=flag, action="store_true", default=argparse.SUPPRESS, help=text)
-
-    # help
-    add_help_flags(parser, {_flag_of(name): reason for name, reason in unread.items()})
-
-    # the script's own flags
-    if extra_args_provider is not None:
-        try:
-            with parser.flags_of_script():
-                extra_args_provider(parser)
-        except argparse.ArgumentError as error:
-            raise ConfigError(f"extra_args_provider: {error}; choose another name for the flag") from None
-
-    # Megatron's other flags, last: a script may have its own --temperature or --num-classes, which takes precedence
-    known = set(parser.known_flags())
-    for other in OTHERS.values():
-        if other.flag in known:
-            continue
-        if other.values == "0":
-            options = {"action": "store_true"}
-        elif other.values == "*":
-            options = {"nargs": "*"}
-        else:
-            options = {"nargs": None}
-        parser.add_argument(other.flag, dest=other.flag, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
-    parser.refused.update(REFUSED.keys() - known)
-    return parser
 
 
 @cache
@@ -174,7 +114,7 @@ def parse_args(
         settings = merge_settings(settings, description.settings | source.settings)
 
     # note the settings that are given although this script does not read them
-    unread_here = {_flag_of(name): reason for name, reason in unread.items() if _is_set(name, settings)}
+    unread_here = {flag_of_setting(name): reason for name, reason in unread.items() if _is_set(name, settings)}
 
     # the script's defaults have the lowest precedence
     sources.insert(0, script)
@@ -241,19 +181,6 @@ def _names_of_settings() -> set[str]:
     return {field.name for component in COMPONENTS.values() for field in option_fields(component)}
 
 
-def _flag_of(name: str) -> str:
-    """Return the first flag of the setting `name`."""
-    return flags_of(_field_of(name))[0]
-
-
-def _field_of(name: str) -> Any:
-    for component in COMPONENTS.values():
-        for field in option_fields(component):
-            if field.name == name:
-                return field
-    raise KeyError(name)
-
-
 def _given_in_file(parser: FlagParser, words: Sequence[str]) -> list[GivenFlags]:
     """Return the flags of the --yaml-cfg file, or [].
 
@@ -307,7 +234,7 @@ def _given_by_script(parser: FlagParser, defaults: Mapping[str, Any], given: Map
         # the flag that the name stands for
         is_setting = name in setting_names
         if is_setting:
-            flag = _flag_of(name)
+            flag = flag_of_setting(name)
         elif value is False:
             flag = megatron_only_switch_clearing(name)
         else:
@@ -462,7 +389,7 @@ def _is_set(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether a setting is given. A switch does not count that a file sets to its default."""
     if name not in settings:
         return False
-    default = _field_of(name).default
+    default = field_of_setting(name).default
     return not isinstance(default, bool) or settings[name] != default
 
 

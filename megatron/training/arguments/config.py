@@ -24,7 +24,7 @@ from megatron.core.offload.state_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import LossScaleConfig
 from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
-from megatron.core.parallel.accelerator import DeviceConfig
+from megatron.core.parallel.device_config import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks

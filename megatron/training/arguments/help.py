@@ -55,8 +55,8 @@ def flag_groups() -> Iterator[FlagGroup]:
         yield FlagGroup(title_of(component), None, others)
 
 
-def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
-    """Add --help and --help-all. unread: flag -> why it has no effect in this script."""
+def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> argparse._ArgumentGroup:
+    """Add --help and --help-all in a group, and return it. unread: flag -> why it has no effect in this script."""
     parser.epilog = (
         f"--help-all also lists {len(OTHERS)} flags of Megatron-LM that set nothing here: accepted without effect, accepted\n"
         "with a WARNING, or refused with an alternative."
@@ -65,6 +65,7 @@ def add_help_flags(parser: FlagParser, unread: Mapping[str, str]) -> None:
     text = "show the flags that have an effect"
     group.add_argument("-h", "--help", action="help", default=argparse.SUPPRESS, help=text)
     group.add_argument("--help-all", action=_HelpAll, unread=unread, help="show all flags, and why some have no effect")
+    return group
 
 
 class _HelpAll(argparse.Action):

@@ -41,7 +41,8 @@ class LogConfig(FlagConfig):
     )
     heartbeat_file: str | None = option(
         None,
-        "JSON file for supervisors, rewritten once a second: time, iteration, losses, tokens/s and the last save",
+        "JSON file for supervisors, rewritten once a second: time, iteration, losses, tokens/s and the last save; at the end "
+        "the exit code",
         metavar="FILE",
     )
     prometheus_file: str | None = option(

@@ -14,6 +14,7 @@ import threading
 import time
 
 from megatron.core.base import tolerate_broken_output
+from megatron.core.base.hard_exit import hard_exit
 
 CODE = 130  # exit code after SIGINT, as in shells: 128 + 2
 _ONE_PRESS = 1.0  # seconds within which signals count once
@@ -91,7 +92,7 @@ class ExitOnInterrupt:
 
     def _end(self, why: str) -> None:
         tolerate_broken_output.write_to_stderr_or_stdout(f"rank {self._rank}: interrupted, {why}: ended at once\n")
-        os._exit(CODE)
+        hard_exit(CODE)
 
 
 def farewell(iteration: int | None, how_to_resume: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.core.base import tolerate_broken_output
+from megatron.core.base.hard_exit import hard_exit
 from megatron.core.base.user_error_or_bug import write_error_file
 from megatron.training.fault_tolerance import hang_watch
 
@@ -52,7 +53,7 @@ def _end_process(why: str) -> None:
     tolerate_broken_output.print_stderr(why)  # the reader of stderr may have ended too
     write_error_file(why)
     hang_watch.stop_watching()
-    os._exit(1)
+    hard_exit(1)
 
 
 _thread: threading.Thread | None = None

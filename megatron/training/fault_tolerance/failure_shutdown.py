@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from megatron.core import parallel_state
 from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.hard_exit import hard_exit
 from megatron.core.base.user_error_or_bug import write_error_file
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.offload.checksummed_file import OffloadError
@@ -100,6 +101,17 @@ def exit_code_of_failed_run(error: BaseException) -> int:
     return WRONG_NUMBERS if isinstance(error, NotFiniteError | WrongNumbersError) else 1
 
 
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code of a process that ends with this error, which nobody handles; 0 without one."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        return error.code if isinstance(error.code, int) else 1
+    return exit_on_ctrl_c.CODE if isinstance(error, KeyboardInterrupt) else 1
+
+
 def _code_after(failed: str) -> int:
     """Return the exit code of a rank that stops because another failed. failed: the value of `_FAILED`."""
     if failed.endswith(_INTERRUPTED):
@@ -146,7 +158,7 @@ def _end_without_closing(code: int) -> NoReturn:
     tolerate_broken_output.flush()
     if parallel_state.launched_rank() == 0:
         time.sleep(2 * _LISTENS_EVERY)
-    os._exit(code)
+    hard_exit(code)
 
 
 class Listener:

@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.base import rank_status, tolerate_broken_output
+from megatron.core.base.hard_exit import hard_exit
 from megatron.core.base.rank_status import RankStatus, read_status
 from megatron.core.base.user_error_or_bug import write_error_file
 from megatron.training.arguments.hang_config import HangConfig
@@ -53,7 +54,7 @@ _SHARE_OF_TIMEOUT = 0.9  # of --distributed-timeout-minutes, after which the bac
 
 def _end_process(code: int) -> None:
     tolerate_broken_output.flush()
-    os._exit(code)
+    hard_exit(code)
 
 
 class HangWatch:

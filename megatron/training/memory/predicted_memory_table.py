@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.parallel.rank_grid import ORDER
 from megatron.training.memory.dry_run import Job
 from megatron.training.memory.peak_along_schedule import DEVICE, KINDS, RankMemory, worst
 from megatron.training.memory.predicted_bytes_by_tier import amount
@@ -50,13 +51,17 @@ def full_report(job: Job, ranks: list[RankMemory]) -> list[str]:
     config = job.runtime.config
     most = worst(ranks)
     p = len(ranks)
-    layout = config.parallel.layout_text(config.data_parallel_size(job.runtime.world_size))
+    t = config.parallel.tensor_model_parallel_size
+    d = config.data_parallel_size(job.runtime.world_size)
+    mesh = job.runtime.mesh
+    further = [name for name in ORDER.split("-") if name not in ("tp", "pp", "dp") and mesh[name].size > 1]
+    further_axes = "".join(f", {name} {mesh[name].size}" for name in further)
     m = max(job.runtime.batch_sizes.sizes) // job.runtime.samples_at_once
     tokens = f"{config.training.micro_batch_size} x {config.data.seq_length} tokens"
     all_ranks = sum(rank.total for rank in ranks) * job.runtime.world_size // p
     return [
-        f"{sum(rank.parameters for rank in ranks):,} parameters; {job.runtime.world_size:,} rank(s): {layout}; "
-        f"{m} microbatch(es) of {tokens}, {config.schedule_name}, "
+        f"{sum(rank.parameters for rank in ranks):,} parameters; {job.runtime.world_size:,} rank(s): tp {t}, pp {p}, "
+        f"dp {d}{further_axes}; {m} microbatch(es) of {tokens}, {config.schedule_name}, "
         f"ZeRO stage {config.data_parallel.stage}; kernels of {'an accelerator' if job.accelerator else 'a CPU'}",
         *stage_table(ranks),
         f"worst rank: stage {most.rank}, {most.total:,} bytes = {most.total / GIB:.3f} GiB, of which "

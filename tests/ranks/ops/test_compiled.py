@@ -16,7 +16,8 @@ from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.attention.kernels import unfused_attention
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import CompileConfig, compile_cost, compiles
+from megatron.core.ops.compile.compile_config import CompileConfig
+from megatron.core.ops.compile.compiled_region import compile_cost, compiles
 from megatron.core.ops.dropout_masks import column_words, numbered_keys, pairs_of_words
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys

@@ -4,23 +4,23 @@ What is compiled in a run is called as it is written here: test_compiled.py comp
 regions compiles it in the product of layouts.
 """
 
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from compiled_cases import GELU, RUNS, as_written
 from local_ranks import run_ranks
 from measured_memory import SMALL, check
+from said import tells
 from tiny_run import Layout, TinyTrainer, assert_equal, run
 
 from megatron.core.ops.compile import compiled_region
-from megatron.core.ops.compile.compiled_region import (
-    CompileConfig,
-    compile_cost,
-    compile_if_all_ranks_can,
-    compiles,
-    why_not,
-)
+from megatron.core.ops.compile.compile_config import CompileConfig
+from megatron.core.ops.compile.compiled_region import compile_cost, compile_if_all_ranks_can, compiles, why_not
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
@@ -107,6 +107,74 @@ def test_without_a_compiler_a_run_says_so_and_goes_on_eager(
     assert sum(line.strip() == f"--compile regions is off: {reason}" for line in lines) == 1
     assert sum("iteration" in line and "lm loss" in line for line in lines) == 2
     assert compile_cost().programs == before
+
+
+@pytest.fixture
+def unusable(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """A folder below a file; the temporary folder is one of the test's."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    yield tmp_path / "file" / "cache"
+
+
+def no_home(*_):
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("how", ["TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "no home", "noexec"])
+def test_a_cache_folder_that_cannot_be_used_is_replaced_at_the_start(
+    how: str, unusable: Path, tmp_path: Path, monkeypatch
+):
+    if how == "no home":
+        monkeypatch.setattr(Path, "home", no_home)
+    elif how == "noexec":
+        flags = SimpleNamespace(f_flag=os.ST_NOEXEC)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "noexec"))
+        monkeypatch.setattr(
+            os, "statvfs", lambda path: flags if Path(path).name == "noexec" else SimpleNamespace(f_flag=0)
+        )
+    else:
+        monkeypatch.setenv(how, str(unusable))
+    config = CompileConfig("regions")
+    monkeypatch.setattr(compiled_region, "why_not", lambda kind: None)
+    (line,) = run_ranks({}, lambda mesh: compile_if_all_ranks_can(config, "cpu", mesh["world"]))[0]
+    instead = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert instead.is_dir() and instead.is_relative_to(tmp_path / "tmp") and str(instead) in line
+    assert instead.parent.stat().st_mode & 0o077 == 0 or how == "no home"
+    if how != "no home":
+        assert "cannot be used" in line and "TORCHINDUCTOR_CACHE_DIR" in line
+
+
+def test_a_temporary_folder_of_somebody_else_is_not_taken(unusable: Path, tmp_path: Path, monkeypatch):
+    """Code is loaded from it: neither one that others may write to, nor a link."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(unusable))
+    name = f"megatron-anywhere-{os.getuid()}"
+    for kind in ("open to all", "a link"):
+        place = tmp_path / kind
+        place.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        if kind == "a link":
+            (place / name).symlink_to(tmp_path / "tmp")
+        else:
+            (place / name).mkdir()
+            (place / name).chmod(0o777)
+        taken = compiled_region.own_temporary_folder()
+        assert taken.parent == place and taken.name != name and taken.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_any_folder_for_compiled_code_all_stay_eager(ranks: int, unusable: Path, none_decided, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(unusable))
+    monkeypatch.setattr(compiled_region, "why_no_cache", lambda folder: "no space left on device")
+    monkeypatch.setattr(compiled_region, "why_not", lambda kind: None)
+    config = CompileConfig("regions")
+    said = run_ranks({"dp": ranks}, lambda mesh: compile_if_all_ranks_can(config, "cpu", mesh["world"]))
+    for (line,) in said:
+        assert tells(line, f"--compile regions is off: {unusable} no space left on device TORCHINDUCTOR_CACHE_DIR")
+    assert not compiles(config, "cpu")
 
 
 def test_what_one_rank_lacks_keeps_all_eager(none_decided, monkeypatch):

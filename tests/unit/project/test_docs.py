@@ -134,6 +134,7 @@ COMMANDS = {
         "python tools/plot_schedule.py ...": "tests/unit/tools/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/processes/test_documents.py::test_the_fork_of_the_page_trains",
         "torchrun --nproc-per-node 4 examples/toy_moe/pretrain.py ...": "tests/processes/test_documents.py::test_the_experts_of_the_page_train",
+        "python tools/generate.py ...": "tests/ranks/inference/test_script_models.py::test_a_forks_layers_generate_by_their_formula",
     },
 }
 

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -160,11 +161,33 @@ def test_a_build_has_the_programs_and_runs_them_away_from_the_repository(tmp_pat
     assert "bubble" in drawn.stdout
 
 
+@pytest.mark.full
+def test_a_second_build_has_the_examples_and_no_file_that_is_gone(tmp_path):
+    """As a build folder keeps a module, a program and a recipe of an earlier build."""
+    built = tmp_path / "built"
+    gone = [
+        built / "megatron" / name
+        for name in ("gone.py", "core/gone.py", "_programs/tools/gone.py", "_programs/gone.yaml")
+    ]
+    for path in gone:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(built)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    assert not [path for path in gone if path.exists()]
+    named: set[str] = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        named |= set(re.findall(r"examples/[\w./-]+\.(?:yaml|py|sh|sbatch|md)", page.read_text()))
+    programs = built / "megatron" / "_programs"
+    assert len(named) > 10 and not [name for name in named if not (programs / name).is_file()]
+    assert not list(programs.rglob("__pycache__"))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy of the sources, so that no file of an earlier build gets into it."""
     sources = tmp_path_factory.mktemp("sources")
-    for name in ("megatron", "tools"):
+    for name in ("megatron", "tools", "examples"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"):
         shutil.copy(path, sources)

@@ -4,14 +4,18 @@ import errno
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
+from said import tells
+from whole_run import run
 
-from megatron.core.base import tolerate_broken_output
+from megatron.core.base import hard_exit, tolerate_broken_output
 from megatron.training.monitor import health_files
 from megatron.training.monitor.health_files import HealthFiles, prometheus_text
 from megatron.training.monitor.straggler_detector import straggler_line
+from megatron.training.step import NotFiniteError
 
 LINE = re.compile(
     r'# (HELP megatron_\w+ [\w ,.]+|TYPE megatron_\w+ gauge)|megatron_\w+(\{name="[^"]*"\})? (-?[\d.e+-]+|NaN|[+-]Inf)'
@@ -60,7 +64,8 @@ def test_a_killed_run_leaves_its_last_state_and_the_next_removes_the_rest(tmp_pa
     heartbeat, others = tmp_path / "heartbeat.json", tmp_path / ".heartbeat.json.bak"
     others.touch()
     HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8).saved(4)
-    before, beacon = heartbeat.read_text(), HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+    beacon = HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
+    before = heartbeat.read_text()
 
     def die(*names: object) -> None:
         raise KeyboardInterrupt
@@ -92,6 +97,9 @@ def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_pat
     monkeypatch.setattr(tolerate_broken_output, "losses", [])
     missing, full = tmp_path / "missing" / "file", tmp_path / "full"
     beacon = HealthFiles(str(missing), str(full), train_iters=None, tokens_per_sample=1)
+    for path in (missing, full):
+        path.unlink()
+    missing.parent.rmdir()
 
     def is_full(path: Path, text: str) -> None:
         path.touch()  # there is room for a name
@@ -108,6 +116,94 @@ def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_pat
     assert list(tmp_path.iterdir()) == [], "nothing is left of what could not be written"
     beacon.saved(3)
     assert "megatron_last_save_iteration 3\n" in full.read_text(), "the disk has space again"
+
+
+@pytest.mark.parametrize("flag", ["--heartbeat-file", "--prometheus-file"])
+@pytest.mark.parametrize("path", ["file/x", "file/deeper/x", "folder"])
+def test_a_run_whose_file_cannot_be_written_is_refused_at_its_start(flag: str, path: str, tmp_path, capsys):
+    """Below a file, and in the place of a folder; a folder that is not there is made."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        run(f"{flag} {tmp_path / path} --train-iters 1")
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and tells(said.err, f"cannot start {flag} {tmp_path / path} cannot be written")
+    assert "iteration" not in said.out.partition("training to iteration")[2]
+    run(f"{flag} {tmp_path / 'new' / 'deeper' / 'x'} --train-iters 1")
+    assert (tmp_path / "new" / "deeper" / "x").is_file()
+
+
+def last_state(tmp_path: Path, **more) -> tuple[dict, str]:
+    """What both files tell after a run of two steps."""
+    files = f"--heartbeat-file {tmp_path / 'h.json'} --prometheus-file {tmp_path / 'p.prom'}"
+    run(f"{files} --train-iters 2", **more)
+    return json.loads((tmp_path / "h.json").read_text()), (tmp_path / "p.prom").read_text()
+
+
+def test_a_run_that_has_ended_says_so_with_its_exit_code(tmp_path):
+    told, text = last_state(tmp_path)
+    assert (told["state"], told["exit_code"], told["iteration"]) == ("ended", 0, 2)
+    assert "megatron_running 0\n" in text and "megatron_exit_code 0\n" in text and "megatron_iteration 2\n" in text
+    assert all(LINE.fullmatch(line) for line in text.splitlines()), text
+
+
+ENDS = {  # what a step raises, what the run then ends by, and its exit code
+    "an error": (ZeroDivisionError(), ZeroDivisionError, 1),
+    "numbers that are wrong": (NotFiniteError("the loss is not finite"), SystemExit, 3),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_run_that_fails_leaves_its_exit_code(how: str, tmp_path):
+    error, raised, code = ENDS[how]
+
+    def fail(*_):
+        raise error
+
+    with pytest.raises(raised):
+        last_state(tmp_path, forward_step=fail)
+    told, text = json.loads((tmp_path / "h.json").read_text()), (tmp_path / "p.prom").read_text()
+    assert (told["state"], told["exit_code"]) == ("ended", code)
+    assert f"megatron_exit_code {code}\n" in text and "megatron_running 0\n" in text
+
+
+def test_a_run_that_fails_before_its_first_step_has_ended(tmp_path, monkeypatch):
+    """After the files were opened, and before there is a trainer that would close them."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("megatron.training.trainer.SaveManager", fail)
+    with pytest.raises(ZeroDivisionError):
+        last_state(tmp_path)
+    told = json.loads((tmp_path / "h.json").read_text())
+    assert (told["state"], told["exit_code"]) == ("ended", 1) and "iteration" not in told
+
+
+def test_a_thread_that_ends_the_process_tells_its_exit_code(tmp_path, monkeypatch):
+    """As the watch for hangs does; one that cannot tell it ends the process all the same."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    beacon = HealthFiles(str(tmp_path / "h.json"), None, train_iters=9, tokens_per_sample=8)
+    assert json.loads((tmp_path / "h.json").read_text())["state"] == "starting"
+    beacon.step(1, 4, {}, computed_samples=4)
+    beacon.saved(1)
+    assert json.loads((tmp_path / "h.json").read_text())["state"] == "training"
+
+    def cannot(code: int) -> None:
+        raise OSError
+
+    hard_exit.add_last_word(cannot)
+    hard_exit.hard_exit(4)
+    told = json.loads((tmp_path / "h.json").read_text())
+    assert (told["state"], told["exit_code"], told["last_save_iteration"], ended) == ("ended", 4, 1, [4])
+
+    hung = threading.Event()
+    hard_exit.add_last_word(lambda code: hung.wait(30))
+    monkeypatch.setattr(hard_exit, "_SECONDS", 0.05)
+    hard_exit.hard_exit(5)  # a file system that hangs keeps nobody
+    assert ended == [4, 5]
+    hung.set()
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Registry
+from megatron.core.ops.attention.kernel_names import OUR_KERNELS
 from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
 from megatron.core.ops.attention.sliding_window import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
@@ -185,15 +186,7 @@ _EAGER_TILES = Kernel(
     eager_tiled_attention, _not_for_eager_tiles, instead="unfused", takes_softmax_options=True, computes=SOFTMAX
 )
 _FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled", computes=SOFTMAX)
-_OURS = {
-    "auto": _FUSED,
-    "fused": _FUSED,
-    "flash": _FUSED,
-    "tiled": _TILED,
-    "tiled-eager": _EAGER_TILES,
-    "unfused": _PLAIN,
-    "local": _PLAIN,
-}
+_OURS = dict(zip(OUR_KERNELS, (_FUSED, _FUSED, _FUSED, _TILED, _EAGER_TILES, _PLAIN, _PLAIN), strict=True))
 KERNELS: Registry[Kernel] = Registry("KERNELS", Kernel, _OURS)
 
 

@@ -10,24 +10,27 @@ before the first step.
 torch.compile belongs to the process: ranks that run as threads share the compiled programs.
 """
 
+import contextlib
 import inspect
 import os
 import shutil
+import stat
 import sysconfig
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils._triton import has_triton
 
-from megatron.core.base.dataclass_flags import FlagConfig, option
+from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.ops.compile.skip_guards import Replay, call_kind, programs_called, replay_of, watched_backend
 from megatron.core.ops.recomputable_tensors import mark_recomputable
 from megatron.core.parallel import collectives
@@ -35,19 +38,6 @@ from megatron.core.parallel.accelerator import is_accelerator
 from megatron.core.parallel.rank_grid import Axis
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
-
-
-@dataclass(frozen=True)
-class CompileConfig(FlagConfig):
-    """Compilation by torch.compile."""
-
-    compile: Literal["off", "regions", "layers"] = option(
-        "off",
-        "what torch.compile compiles: regions: the operations between matrix products (norms, activations, rotary "
-        "positions, cross entropy); layers: whole layers, or regions where a layer cannot be compiled, with the "
-        "reason in the log. Needs a C++ compiler on a CPU and Triton on other devices; if that is missing, nothing is "
-        "compiled",
-    )
 
 
 # ---------------------------------------------------------------- requirements
@@ -83,9 +73,12 @@ def compile_if_all_ranks_can(config: CompileConfig, device: torch.device | str, 
         return []
     kind = torch.device(device).type
     reason = why_not(kind)
+    cache_note = ""
+    if reason is None:
+        cache_note, reason = settle_cache_folder()
     cannot = torch.tensor(float(reason is not None), device=device)
     if not collectives.all_reduce(cannot, world, "max").item():
-        return [f"--compile {config.compile}: compiled code is kept in {inductor_cache_folder()}"]
+        return [f"--compile {config.compile}: compiled code is kept in {inductor_cache_folder()}{cache_note}"]
     _lacking.add(kind)
     return [f"--compile {config.compile} is off: {reason or 'another rank lacks what it needs'}"]
 
@@ -123,9 +116,62 @@ def inductor_cache_folder() -> Path:
     It is TORCHINDUCTOR_CACHE_DIR, else a folder in the user's cache folder.
     """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        try:
+            user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError:  # in a container a user may have a number and no home
+            user_cache = own_temporary_folder()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(user_cache / "megatron-anywhere" / "compiled")
     return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+class SettledCache(NamedTuple):
+    """What is said of the folder of compiled code."""
+
+    note: str  # why it is another than asked for; "" if it is not
+    problem: str | None  # why there is none; None if there is one
+
+
+def settle_cache_folder() -> SettledCache:
+    """Take a folder below the temporary one for compiled code if the one that is asked for cannot be used.
+
+    torch writes there at its first compilation, in the first step, and an error there ends the run.
+    """
+    asked = inductor_cache_folder()
+    obstacle = why_no_cache(asked)
+    if obstacle is None:
+        return SettledCache("", None)
+    instead = own_temporary_folder() / "compiled"
+    if why_no_cache(instead) is not None:
+        why = f"neither {asked} nor {instead} can keep compiled code: {obstacle}"
+        return SettledCache("", f"{why}; name a folder as TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(instead)
+    return SettledCache(
+        f", for {asked} cannot be used: {obstacle}; TORCHINDUCTOR_CACHE_DIR may name a folder that lasts", None
+    )
+
+
+def why_no_cache(folder: Path) -> str | None:
+    """Return why compiled code cannot be kept in a folder, which is made; None if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+        forbids_code = os.statvfs(folder).f_flag & os.ST_NOEXEC
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return "its file system runs no programs (noexec)" if forbids_code else None
+
+
+def own_temporary_folder() -> Path:
+    """Return a folder below the temporary one that only this user can write to: code is loaded from it."""
+    folder = Path(tempfile.gettempdir()) / f"megatron-anywhere-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    with contextlib.suppress(OSError):
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return folder
+    return Path(tempfile.mkdtemp(prefix="megatron-anywhere-"))
 
 
 # ---------------------------------------------------------------- the cost
