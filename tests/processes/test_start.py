@@ -16,12 +16,11 @@ REFUSALS = {
     "several at once": (
         2,
         split(
-            "--num-layer 3 --expert-model-parallel-size 2 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"
+            "--num-layer 3 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"
         ),
         [
-            "cannot start, 6 problem(s)",
+            "cannot start, 5 problem(s)",
             "unknown flag --num-layer; did you mean --num-layers?",
-            "--expert-model-parallel-size is 2",
             "--num-experts",
             "--weight-decay is -1",
             "--seed is -5",
