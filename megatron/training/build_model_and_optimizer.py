@@ -269,6 +269,7 @@ def build_pipeline(chunks: ChunksByStage, runtime: Runtime, forward_step: Forwar
         keys=runtime.dropout_keys,
         weight_grads=runtime.weight_grads,
         schedule_name=config.schedule_name,
+        microbatch_group=config.parallel.microbatch_group_size_per_vp_stage,
         copies_over=copies_over,
         device=runtime.device.torch_device,
         poison=config.data_parallel.poison_released_buffers,

@@ -139,7 +139,6 @@ _NAMES = {
     "--fp8-format": "fp8",
     "--fp4-format": "fp4",
     "--inference-max-requests": "inference_max_batch_size",
-    "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
     "--overlap-p2p-communication-warmup-flush": "overlap_p2p_comm_warmup_flush",
     "--use-nccl-ub": "nccl_ub",
 }
@@ -279,7 +278,6 @@ DEFAULTS: dict[str, Any] = {
     "mask_type": "random",
     "masked_softmax_fusion": True,
     "max_tokens_to_oom": 12000,
-    "microbatch_group_size_per_vp_stage": None,
     "mmap_warmup": False,
     "moe_aux_loss_coeff": 0.0,
     "moe_layer_freq": 1,

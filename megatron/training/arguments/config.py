@@ -26,8 +26,9 @@ from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.device_config import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
+from megatron.core.parallel.pipeline_layout import LAYOUT_FLAG, stages_of_layout
 from megatron.core.parallel.stage_to_rank import StageMap
-from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
+from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.schedule.registry import default_chunks, stage_map
 from megatron.core.storage.path_or_url import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -399,6 +400,14 @@ class Config:
         """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
         parallel = self.parallel
         num_layers = self.transformer.all_layers
+        if parallel.pipeline_model_parallel_layout is not None:
+            stages = len(stages_of_layout(parallel.pipeline_model_parallel_layout))
+            if stages % parallel.pipeline_model_parallel_size:
+                raise ConfigError(
+                    f"{LAYOUT_FLAG} {parallel.pipeline_model_parallel_layout} has {stages} stages; it must be a multiple of "
+                    f"--pipeline-model-parallel-size ({parallel.pipeline_model_parallel_size}); change one"
+                )
+            return stages // parallel.pipeline_model_parallel_size
         if parallel.num_layers_per_virtual_pipeline_stage is None:
             return parallel.num_virtual_stages_per_pipeline_rank or default_chunks(parallel.pipeline_schedule)
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
@@ -418,6 +427,12 @@ class Config:
         split = parallel.pipeline_model_parallel_split_rank
         if split is not None and model.decoder_layers:
             return split_two_stacks(model.num_layers, model.decoder_layers, self.stages, split)
+        if parallel.pipeline_model_parallel_layout is not None:
+            if model.decoder_layers:
+                raise ValueError(
+                    f"pipeline: {LAYOUT_FLAG} is for a model of one stack; leave it out for an encoder and decoder"
+                )
+            return split_by_layout(parallel.pipeline_model_parallel_layout, model.all_layers, self.stages.last + 1)
         return split_layers(
             model.all_layers,
             self.stages.last + 1,

@@ -169,10 +169,6 @@ NO_EFFECT = by_flag(
         switches=("--overlap-param-gather-with-optimizer-step",),
     ),
     OtherFlags(
-        "the chunks of a rank take turns after as many microbatches as there are stages, which changes no number",
-        values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
-    ),
-    OtherFlags(
         "tensor-parallel communication and products are overlapped where the code can, which changes no number",
         switches=(
             "--tp-comm-overlap",
@@ -733,11 +729,6 @@ REFUSED = by_flag(
     OtherFlags(
         "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards",
         switches=("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
-    ),
-    OtherFlags(
-        "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
-        "--account-for-...-in-pipeline-split",
-        values={"--pipeline-model-parallel-layout": "TEXT"},
     ),
     OtherFlags(
         "a decoder on ranks of its own is not built yet; leave it out",

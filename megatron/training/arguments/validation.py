@@ -9,7 +9,7 @@ from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, o
 from megatron.core.base.user_error_or_bug import is_user_error
 from megatron.core.dist_checkpointing.manifest_format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.registry import unchecked_step
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
@@ -420,13 +420,14 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             f"{actions:,} forwards and backwards over all stages, above the limit of {_MOST_ACTIONS:,}; lower it, or raise "
             "--micro-batch-size or the number of data-parallel ranks"
         ]
+    group = parallel.microbatch_group_size_per_vp_stage
     for size in sorted(set(sizes)):
         microbatches = size // config.samples_at_once(world_size)
         try:
             if size in (min(sizes), max(sizes)):  # two sizes are enough to show a wrong schedule
-                make_schedule(config.schedule_name, stages, microbatches, chunks)
+                make_schedule(config.schedule_name, stages, microbatches, chunks, group)
             else:
-                SCHEDULES[config.schedule_name](stages, microbatches, chunks)
+                unchecked_step(config.schedule_name, stages, microbatches, chunks, group)
         except ValueError as error:
             if not is_user_error(error):
                 raise
