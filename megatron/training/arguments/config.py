@@ -74,6 +74,12 @@ class TrainingConfig(FlagConfig):
     eval_global_batch_size: Count | None = option(
         None, "samples per global batch of validation and test; default: --global-batch-size"
     )
+    eval_micro_batch_size: Count | None = option(
+        None, "samples per forward of validation and test on each data-parallel rank; default: --micro-batch-size"
+    )
+    start_eval_at_iter: Count | None = option(
+        None, "no validation before this iteration; default: from the first --eval-interval on"
+    )
     skip_train: bool = option(False, "only validate and test the loaded weights")
     exit_interval: Count | None = option(None, "save and exit after an iteration divisible by this")
     exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
@@ -106,6 +112,11 @@ class CheckpointConfig(FlagConfig):
         "checkpoint folder, or its URL, to resume from. If the folder is empty, the run starts at iteration 0; so it "
         "does if the folder is also the --save folder and has no checkpoint yet",
         metavar="DIR",
+    )
+    override_ckpt_iteration: WholeNumber | None = option(
+        None,
+        "number of the iteration as which a loaded checkpoint counts: steps and training samples are counted from there, "
+        "while the learning rate goes on from the checkpoint's place in its schedule",
     )
     save_interval: Count | None = option(
         None,
@@ -232,6 +243,11 @@ class CheckpointConfig(FlagConfig):
                 f"--dist-ckpt-strictness {self.dist_ckpt_strictness} returns names to a program that calls "
                 f"megatron.core.dist_checkpointing.load, which a training run is not; give {instead}, which logs them"
             )
+        if self.override_ckpt_iteration is not None and self.finetune:
+            yield (
+                "--override-ckpt-iteration says at which iteration a run goes on, but --finetune starts at iteration 0; "
+                "leave one of them out"
+            )
         kind = self.non_persistent_ckpt_type
         interval = self.non_persistent_save_interval
         if kind == "in_memory":
@@ -308,6 +324,7 @@ class CheckpointConfig(FlagConfig):
             "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
+            "--override-ckpt-iteration": self.override_ckpt_iteration is not None,
             "--dist-ckpt-strictness": self.dist_ckpt_strictness != "raise_all",
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
@@ -345,6 +362,15 @@ class Config:
     def samples_at_once(self, world_size: int) -> int:
         """Return the samples of one microbatch over all data-parallel ranks; a step's batch is a multiple of it."""
         return self.training.micro_batch_size * self.data_parallel_size(world_size)
+
+    @property
+    def eval_micro_batch_size(self) -> int:
+        """Samples of one rank's forward of validation and test."""
+        return self.training.eval_micro_batch_size or self.training.micro_batch_size
+
+    def eval_samples_at_once(self, world_size: int) -> int:
+        """Return the samples of one microbatch of validation and test over all data-parallel ranks."""
+        return self.eval_micro_batch_size * self.data_parallel_size(world_size)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Return the global batch size of each step. Raises ConfigError for an invalid ramp or table."""
@@ -464,7 +490,7 @@ class Config:
 
         They need not where attention stays within documents, since scores depend on the distances of tokens alone.
         """
-        restarts = self.data.reset_position_ids and not self.data.reset_attention_mask
+        restarts = self.data.reset_position_ids and not self.data.masks_documents
         return restarts and bool(self.transformer.ropes)
 
     @property

@@ -979,7 +979,7 @@ REFUSED = by_flag(
     ),
     # ---- parallelism
     OtherFlags(
-        "is not built yet; leave it out: --zero-stage 3 shards the weights of tensor-parallel ranks too",
+        "is not built yet; leave it out, and use --zero-stage 3 to shard weights over data-parallel ranks",
         values={"--tensor-parallel-num-weight-shards": "N"},
     ),
     OtherFlags(

@@ -207,7 +207,10 @@ def _of_skipped_training(config: Any) -> Iterator[Unread]:
 
 def _of_validation(config: Any) -> Iterator[Unread]:
     if not config.validates:
-        yield config.training, ("eval_interval",), "there is no validation with --eval-iters 0"
+        of_validation = ("eval_interval", "eval_micro_batch_size", "start_eval_at_iter")
+        yield config.training, of_validation, "there is no validation with --eval-iters 0"
+    elif not config.training.eval_interval:
+        yield config.training, ("start_eval_at_iter",), "with --eval-interval 0 validation comes after training"
 
 
 def _of_absent_flags(config: Any) -> Iterator[Unread]:
