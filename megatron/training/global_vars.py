@@ -52,12 +52,11 @@ class Runtime:
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # released at the end of the run
     tokenizer_sha256: str | None = None  # of the content of its files
     data_sha256: str | None = None  # of the content of the data; only on the first rank
-    is_evaluating: bool = False  # a validation or test is running
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one forward on this rank; those of validation may be others."""
-        return self.config.eval_micro_batch_size if self.is_evaluating else self.config.training.micro_batch_size
+        """Samples of the forward that runs on this rank: in validation it may have others than in training."""
+        return get_global_state().micro_batch_size or self.config.training.micro_batch_size
 
     @property
     def world_size(self) -> int:

@@ -5,7 +5,6 @@ run()          takes the steps: pipeline -> gradients -> update -> log -> valida
                at the end: validation and test losses
 """
 
-import contextlib
 import json
 import math
 import time
@@ -530,7 +529,7 @@ class Trainer:
 
     def _evaluate(self, evaluated: EvaluatedSet, *, at_end: bool) -> None:
         """Evaluate one set and report its losses. Every rank must call."""
-        with self.log.paused(), rank_status.during("validating", then="training"), self._evaluating():
+        with self.log.paused(), rank_status.during("validating", then="training"):
             first_sample, num_microbatches = first_sample_and_microbatches(
                 evaluated,
                 self.state.iteration,
@@ -549,15 +548,6 @@ class Trainer:
             self.watch.report_validation(evaluated.name, losses, at_end=at_end)
             if self.non_loss.process is not None:
                 self._show_non_loss_data(evaluated, first_sample, num_microbatches)
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Let scripts read microbatches of --eval-micro-batch-size inside the block."""
-        self.runtime.is_evaluating = True
-        try:
-            yield
-        finally:
-            self.runtime.is_evaluating = False
 
     def _show_non_loss_data(self, evaluated: EvaluatedSet, first_sample: int, num_microbatches: int) -> None:
         """Call the script's hooks; the last rank gets the data. Every rank must call: all run one more batch."""

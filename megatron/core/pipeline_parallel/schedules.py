@@ -173,7 +173,13 @@ class Pipeline:
             device=self.device,
         )
         schedule = self.schedule(num_microbatches, training=training)
-        return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
+        state = get_global_state()
+        before = state.micro_batch_size
+        state.micro_batch_size = self.batch.micro_batch_size
+        try:
+            return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
+        finally:
+            state.micro_batch_size = before
 
     def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
         """Return the lowered lists of all pipeline ranks, cached for the last number of microbatches.
