@@ -975,7 +975,7 @@ REFUSED = by_flag(
             "--perform-rl-step",
             "--replication",
         ),
-        values={"--lazy-mpu-init": "X"},
+        lists={"--lazy-mpu-init": "BOOL"},
     ),
     # ---- parallelism
     OtherFlags(
