@@ -1,7 +1,9 @@
 """--pipeline-model-parallel-layout, and interleaved chunks whose microbatches are no multiple of the pipeline ranks.
 
 The stages of a text are those that Megatron core 0.19.0 makes of it (EXPECTED was read off its parser). Any layout has the
-numbers of one process to 1e-10 in float64, resumes, and goes on in another layout.
+numbers of one process to 1e-10 in float64, resumes, and goes on in another layout. More layouts:
+
+    python -m pytest tests/ranks/pipeline_parallel/test_pipeline_layout.py -m sweep
 """
 
 import contextlib
@@ -169,9 +171,14 @@ def assert_same(got: tuple[dict, list[str]], expected: tuple[dict, list[str]], *
 
 
 FAST = ("a stage without layers, groups",)
+SWEPT = ("loss alone", "CP, zb-v")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.full) for n in LAYOUTS])
+def marks_of(name: str) -> tuple:
+    return () if name in FAST else pytest.mark.sweep if name in SWEPT else pytest.mark.full
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in LAYOUTS])
 def test_numbers_are_those_of_one_process(name: str):
     """Weights, and the losses of training and validation; the run predicts its memory before it starts."""
     assert_same(outcome(*LAYOUTS[name], predicts=name in FAST), alone(), losses=5)

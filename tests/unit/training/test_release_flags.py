@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base.dataclass_flags import default_of, option_fields
+from megatron.core.base.dataclass_flags import option_fields
 from megatron.training.arguments.args_namespace import other_names_of, unsupported_flag_values
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
