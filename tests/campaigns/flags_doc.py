@@ -97,7 +97,7 @@ Of the releases core 0.12.0 to 0.19.0; a default holds from the release before i
 def changed_defaults_table() -> Iterator[str]:
     """Yield a row for each flag, of the record of releases, whose default changed."""
     settings = {flag: field for group in flag_groups() for _, field in group.fields for flag in flags_of(field)}
-    releases, *rows = json.loads((ROOT / "tests" / "megatron_flags.json").read_text())
+    _, *rows = json.loads((ROOT / "tests" / "megatron_flags.json").read_text())
     for flag, forms in rows:
         defaults: list[tuple[str, str]] = []
         for _, _, _, _, default, _, first, _ in forms:

@@ -427,13 +427,14 @@ class Config:
         parallel = self.parallel
         num_layers = self.transformer.all_layers
         if parallel.pipeline_model_parallel_layout is not None:
-            stages = len(stages_of_layout(parallel.pipeline_model_parallel_layout))
-            if stages % parallel.pipeline_model_parallel_size:
+            parts = stages_of_layout(parallel.pipeline_model_parallel_layout)
+            chunks, rest = divmod(len(parts), parallel.pipeline_model_parallel_size)
+            if rest:
                 raise ConfigError(
-                    f"{LAYOUT_FLAG} {parallel.pipeline_model_parallel_layout} has {stages} stages; it must be a multiple of "
-                    f"--pipeline-model-parallel-size ({parallel.pipeline_model_parallel_size}); change one"
+                    f"{LAYOUT_FLAG} {parallel.pipeline_model_parallel_layout} has {len(parts)} stages; it must be a multiple "
+                    f"of --pipeline-model-parallel-size ({parallel.pipeline_model_parallel_size}); change one"
                 )
-            return stages // parallel.pipeline_model_parallel_size
+            return chunks
         if parallel.num_layers_per_virtual_pipeline_stage is None:
             return parallel.num_virtual_stages_per_pipeline_rank or default_chunks(parallel.pipeline_schedule)
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
