@@ -389,7 +389,7 @@ These combinations are refused, with a message that says what to change:
 
 | schedule | refused with | reason | use instead |
 |---|---|---|---|
-| interleaved, zb-interleaved | m not a multiple of p | microbatches pass through the chunks in groups of p | groups of another size, zb-v, zb-h1, 1f1b |
+| interleaved, zb-interleaved | m not a multiple of p | chunks take groups of p microbatches | other groups, zb-v, zb-h1, 1f1b |
 | gpipe, 1f1b, zb-h1 | several chunks per rank | a rank has one chunk in these schedules | interleaved, zb-interleaved, zb-v |
 | zb-v | a number of chunks per rank other than two | the V has two per rank, without a flag | interleaved, zb-interleaved |
 | zb-v, or several chunks | one pipeline rank | there is no bubble | no schedule |

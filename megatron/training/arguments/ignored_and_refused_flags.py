@@ -997,8 +997,11 @@ REFUSED = by_flag(
         },
     ),
     OtherFlags(
-        "a decoder on ranks of its own is not built yet; leave it out",
+        "use --pipeline-model-parallel-layout, which gives the embedding a stage of its own: 'E|tt|ttL'",
         switches=("--standalone-embedding-stage",),
+    ),
+    OtherFlags(
+        "a decoder on ranks of its own is not built yet; leave it out",
         values={"--encoder-tensor-model-parallel-size": "N", "--encoder-pipeline-model-parallel-size": "N"},
         harmless={"--encoder-tensor-model-parallel-size": ("0",), "--encoder-pipeline-model-parallel-size": ("0",)},
     ),
@@ -1062,7 +1065,7 @@ REFUSED = by_flag(
         values={"--no-weight-decay-cond-type": "NAME"},
     ),
     OtherFlags(
-        "kernels whose digits do not depend on the batch size are not built yet; leave it out",
+        "is not built yet; leave it out: the last digits of a product may depend on the size of a microbatch",
         switches=("--batch-invariant-mode",),
     ),
     OtherFlags(
