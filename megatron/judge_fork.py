@@ -24,13 +24,24 @@ from megatron.training.arguments.parser import make_parser
 
 PACKAGE = Path(__file__).resolve().parent
 _PAGE = "docs/coming_from_megatron.md"
+_REFUSING = ("others", "backend_options")  # catch-all parameters of functions that refuse most of what they catch
 _MAY_LACK = {"pretrain": {"model_type"}}  # calls in the order of an older release, which the function recognises
 # flags of launchers, which torch.distributed and DeepSpeed put before the script or the script must take
 _OF_LAUNCHERS = {"--local_rank", "--local-rank"}
 # what `get_args()` has besides flags: `derived_settings` of megatron/training/initialize.py
 _DERIVED = set(
-    "rank world_size data_parallel_size params_dtype padded_vocab_size virtual_pipeline_model_parallel_size global_batch_size "
-    "max_position_embeddings ffn_hidden_size kv_channels".split()
+    [
+        "rank",
+        "world_size",
+        "data_parallel_size",
+        "params_dtype",
+        "padded_vocab_size",
+        "virtual_pipeline_model_parallel_size",
+        "global_batch_size",
+        "max_position_embeddings",
+        "ffn_hidden_size",
+        "kv_channels",
+    ]
 )
 _FIRST_FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 "
@@ -68,11 +79,11 @@ def find(name: str) -> Any:
 
 def only_raises(thing: Any) -> bool:
     """Return whether a call of a function or a class does nothing but raise."""
-    if getattr(thing, "__qualname__", "").startswith("_refusing."):
-        return True
     thing = thing.__init__ if inspect.isclass(thing) else thing
     if not inspect.isfunction(thing):
         return False
+    if thing.__qualname__.startswith("_refusing."):
+        return True
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, SyntaxError, TypeError):  # made by a lambda or without a source
@@ -86,8 +97,14 @@ def only_raises(thing: Any) -> bool:
 def judge_names(uses: Sequence[Use], flags_of_fork: Collection[str] = (), own: OwnPackage | None = None) -> list[Entry]:
     """Return the names that are used, each with the worst state of its uses."""
     entries: dict[str, Entry] = {}
+    gone: set[str] = set()  # imports that fail: what is reached through them is theirs
     own_attributes = {flag.lstrip("-").replace("-", "_") for flag in flags_of_fork}
     for use in uses:
+        before = next((name for name in _prefixes(use.name) if name in gone), None)
+        if before is not None and not use.module:
+            if use.where not in entries[before].where:
+                entries[before].where.append(use.where)
+            continue
         if use.name.startswith(ARGS):
             name, state, change = _judge_attribute(use.name, own_attributes, own)
         else:
@@ -99,10 +116,17 @@ def judge_names(uses: Sequence[Use], flags_of_fork: Collection[str] = (), own: O
         if state == entry.state and use.where not in entry.where:
             entry.where.append(use.where)
         entry.is_optional &= use.is_guarded
+        if use.module and state == "missing":
+            gone.add(name)
     for entry in entries.values():
         if entry.is_optional and entry.state == "missing":
             entry.change += "; the fork catches this"
     return [entries[name] for name in sorted(entries)]
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
 def _judge_attribute(name: str, own_attributes: Collection[str], own: OwnPackage | None) -> tuple[str, str, str]:
@@ -163,36 +187,56 @@ def _import_problem(module: str) -> str:
 def _judge_call(use: Use, thing: Any, *, is_whole: bool) -> tuple[str, str]:
     if only_raises(thing):
         return "missing", f"it is importable, and raises when it is called: {_reason_of(use.name, thing)}"
-    if use.keywords is None or not is_whole or not callable(thing):
+    if use.keywords is None or not is_whole or not (inspect.isroutine(thing) or inspect.isclass(thing)):
         return "there", ""
     try:
         signature = inspect.signature(thing)
     except (ValueError, TypeError):
         return "there", ""
-    lacking = _MAY_LACK.get(getattr(thing, "__name__", ""), set())
-    problem = call_problem(use, signature, _defaults_only(thing), lacking)
+    lacking = _MAY_LACK.get(thing.__name__, set())
+    defaults_only, ignored = _further_arguments(thing, signature)
+    problem = call_problem(use, signature, defaults_only, ignored, lacking)
     return ("other", problem) if problem else ("there", "")
 
 
-def _defaults_only(thing: Any) -> dict[str, Any]:
+def _further_arguments(thing: Any, signature: inspect.Signature) -> tuple[dict[str, Any], set[str] | None]:
+    """Return the arguments that a function takes at one value only, and the names that its **others takes.
+
+    None: it takes any name. A function of ours that is written `**others` refuses all names but those of its module's tables.
+    """
     holder = thing.__init__ if isinstance(thing, type) else thing
-    return getattr(holder, "__defaults_only__", {})
+    defaults_only = dict(getattr(holder, "__defaults_only__", {}))
+    catch_all = [p.name for p in signature.parameters.values() if p.kind == inspect.Parameter.VAR_KEYWORD]
+    if not catch_all:
+        return defaults_only, set()
+    if catch_all[0] not in _REFUSING:
+        return defaults_only, None
+    tables = vars(importlib.import_module(inspect.unwrap(holder).__module__))
+    names = {"tp_comm_buffer_name"}
+    for table in ("_WITHOUT_EFFECT", "_IGNORED_VALUES", "_NOT_BUILT"):
+        names.update(tables.get(table, ()))
+    if isinstance(tables.get("_NOT_BUILT"), dict):
+        defaults_only |= tables["_NOT_BUILT"]
+    return defaults_only, names
 
 
 def call_problem(
-    use: Use, signature: inspect.Signature, defaults_only: dict[str, Any], may_lack: Collection[str] = ()
+    use: Use,
+    signature: inspect.Signature,
+    defaults_only: dict[str, Any],
+    further: Collection[str] | None = (),
+    may_lack: Collection[str] = (),
 ) -> str:
     """Return what a call gives that the function does not take, or leaves out that it needs; "" if nothing.
 
-    defaults_only: arguments that are taken at these values only. may_lack: arguments that a call may leave out nevertheless.
+    defaults_only: arguments that are taken at these values only. further: names that it takes besides; None: any. may_lack: arguments that a call may leave out nevertheless.
     """
     kinds = inspect.Parameter
     parameters = signature.parameters.values()
     by_place = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind == kinds.VAR_KEYWORD for p in parameters)
     takes_many = any(p.kind == kinds.VAR_POSITIONAL for p in parameters)
     by_name = {p.name for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
-    unknown = [name for name in use.keywords or () if name not in by_name and not takes_any]
+    unknown = [name for name in use.keywords or () if further is not None and name not in {*by_name, *further}]
     if unknown:
         taken = ", ".join(p.name for p in parameters)
         return f"it does not take {', '.join(f'{name}=' for name in unknown)}; leave it out. It takes: {taken}"
@@ -231,23 +275,27 @@ def _page_of(module: str) -> str:
 def _instead_of(name: str, own: OwnPackage | None) -> str:
     """Return what to write in place of a missing name."""
     last = name.rpartition(".")[2]
-    homes = [module for module in homes_of_name(last) if f"{module}.{last}" != name]
-    if homes:
-        return f"import it from {min(homes, key=lambda module: (_distance(module, name), module))}"
+    common = {"megatron", "core", "training", "legacy", last}
+    parts = set(name.split(".")) - common
+    is_telling = not last.islower() or last.count("_") > 1  # build, setup, ... are names of many things
+    homes = [
+        home
+        for home in homes_of_name(last)
+        if f"{home}.{last}" != name and (is_telling or parts & set(home.split(".")))
+    ]
     place = own.home_of(name) if own else None
-    if place:
-        return f"the fork's own ({place}): keep it in a module beside the script; {_page_of(name)}"
+    copy = f"the fork's own ({place}): keep it in a module beside the script" if place else ""
+    if homes:
+        nearest = min(homes, key=lambda home: (-len(parts & set(home.split("."))), home))
+        return f"{last} is in {nearest}: import it from there{f'; or, {copy}' if copy else ''}"
+    if copy:
+        return f"{copy}; {_page_of(name)}"
     module = name.rpartition(".")[0]
     if not _import_problem(module):
         near = difflib.get_close_matches(last, dir(importlib.import_module(module)), 1, 0.75)
         if near:
             return f"the nearest is {module}.{near[0]}; {_page_of(module)}"
     return _page_of(name)
-
-
-def _distance(module: str, name: str) -> int:
-    """Return how little two dotted names share."""
-    return -len(set(module.split(".")) & set(name.split(".")))
 
 
 @cache

@@ -20,8 +20,8 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import re
 import runpy
-import subprocess
 import sys
 import tempfile
 import types
@@ -59,6 +59,12 @@ class StandIn(types.ModuleType, metaclass=Kind):
             raise AttributeError(name)
         return type(name, (StandIn,), {})
 
+    def __enter__(self) -> "StandIn":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def __call__(self, *args: Any, **_: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) else StandIn()
 
@@ -89,7 +95,8 @@ class Watch:
     def is_fork(self, depth: int = 2) -> bool:
         return sys._getframe(depth).f_code.co_filename.startswith(self.root)
 
-    def imports(self, name: str, space: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
+    def imports(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        space, local, names = globals, locals, fromlist
         if level or name.split(".")[0] != "megatron" or not self.is_fork():
             return self._import(name, space, local, names, level)
         full = [f"{name}.{one}" for one in names or () if one != "*"] or [name]
@@ -211,6 +218,8 @@ def run_file(file: Path, root: Path, flags: list[str] | None) -> dict[str, Any]:
             ended = f"exit {error.code}"
         except BaseException as error:
             ended = f"{type(error).__name__}: {error}"[:300]
+            for argument in re.findall(r"unexpected keyword argument '(\w+)'", ended):
+                watch.missing.add(f"an argument {argument}=")
         tell()
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -229,6 +238,20 @@ def data() -> list[str]:
     return ["--data-path", prefix, *NULL]
 
 
+def canonical(name: str) -> str:
+    """Return a name with the name that its module gives itself: `megatron.mpu` is `megatron.core.parallel_state`."""
+    from megatron.judge_fork import find
+
+    before, _, last = name.rpartition(".")
+    if not before or not name.startswith("megatron."):
+        return name
+    try:
+        module = find(before)
+    except (ImportError, AttributeError):
+        return name
+    return f"{module.__name__}.{last}" if isinstance(module, types.ModuleType) else name
+
+
 def is_named(name: str, states: dict[str, str]) -> bool:
     """Whether the doctor has called a name, or what it lies in, missing or different."""
     parts = name.split(".")
@@ -238,10 +261,9 @@ def is_named(name: str, states: dict[str, str]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
+    import megatron.training.training  # noqa: F401  # once, not by every child
     from megatron.doctor import examine, files_of
     from megatron.map_cuda_to_cpu import map_to_cpu
-
-    import megatron.training.training  # noqa: F401  # once, not by every child
 
     map_to_cpu()
     flags = [*MODEL.split(), *data()]
@@ -249,13 +271,16 @@ def main() -> None:
     for root in parser.parse_args().folders:
         root = root.resolve()
         found = examine(root)
-        states = {entry["name"]: entry["state"] for entry in found["names"]}
+        states = {canonical(entry["name"]): entry["state"] for entry in found["names"]}
+        for entry in found["names"]:
+            for argument in re.findall(r"(\w+=)[,;]", entry["change"]) if entry["state"] == "other" else ():
+                states[f"an argument {argument}"] = "other"
         missing, present, ends = set(), set(), Counter()
         for file in files_of(root)[0]:
             starts = [None, flags] if file.name in ("pretrain_gpt.py", "finetune.py", "finetune_llama.py") else [None]
             for given in starts:
                 met = run_file(file, root, given)
-                missing |= set(met["missing"])
+                missing |= {canonical(name) for name in met["missing"]}
                 present |= set(met["found"])
                 ends[met["ended"].split(":")[0]] += 1
                 if given or met["ended"] != "ended":
