@@ -1,8 +1,8 @@
 """Tell what of a script or a fork of Megatron-LM is here: `python -m megatron.doctor SCRIPT_OR_FOLDER [--json]`.
 
-It reads the names that the Python files import from `megatron` or reach through an imported module, with their calls, the attributes of
-`get_args()`, and the flags that `.sh` and `.yaml` files pass. Nothing of the fork is imported or run. A package `megatron` inside the
-folder is left out: this project's takes its place. Each name and each flag is
+It reads the names that the Python files import from `megatron` or reach through an imported module, with their calls, the
+attributes of `get_args()`, and the flags that `.sh` and `.yaml` files pass. Nothing of the fork is imported or run. A
+package `megatron` inside the folder is left out: this project's takes its place. Each name and each flag is
 
     there                    with the arguments that the calls give
     with other arguments     there, but a call gives an argument, or a flag a value, that is refused here
@@ -24,8 +24,8 @@ from typing import Any
 
 from megatron.core.base.tolerate_broken_output import print_answer
 from megatron.core.base.version import version_text
-from megatron.fork_names import OwnPackage, Use, names_of_file
-from megatron.launch_flags import FlagUse, flags_of_shell, flags_of_yaml
+from megatron.porting.fork_names import OwnPackage, Use, names_of_file
+from megatron.porting.launch_flags import FlagUse, flags_of_shell, flags_of_yaml
 
 _LEFT_OUT = {"megatron", "node_modules", ".git", "__pycache__", "site-packages", "build"}
 _ROOM = 12  # lines of one list on the page; --json and --all have them all
@@ -82,7 +82,7 @@ def examine(path: Path) -> dict[str, Any]:
         found_flags, others = read(text, str(file.relative_to(root)))
         flag_uses += found_flags
         other_programs.update(others)
-    judge = import_module("megatron.judge_fork")  # imports torch, which --help need not wait for
+    judge = import_module("megatron.porting.judge_fork")  # imports torch, which --help need not wait for
     return {
         "path": str(path),
         "python_files": len(python_files),

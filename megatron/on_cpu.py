@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     # before torch looks for devices
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
-    mapping = import_module("megatron.map_cuda_to_cpu")
+    mapping = import_module("megatron.porting.map_cuda_to_cpu")
     mapping.map_to_cpu()
     if os.environ.get("RANK", "0") == "0":
         atexit.register(lambda: print(mapping.mapped.report(), file=sys.stderr, flush=True))

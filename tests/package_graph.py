@@ -41,7 +41,7 @@ LEVELS = (
     "training.trainer",
     "training.training",
     "legacy deepspeed report console_scripts",
-    "map_cuda_to_cpu",
+    "porting",
     "on_cpu doctor configure arguments data model mpu tokenizer utils __main__",
 )
 

@@ -173,7 +173,7 @@ def test_core_passes_its_tests_where_the_prediction_of_memory_is_removed():
 
 
 # Not for this project's code: it replaces, in torch, what a script of others asks of CUDA and NCCL, and must name it.
-ON_CPU = ROOT / "megatron" / "map_cuda_to_cpu.py"
+ON_CPU = ROOT / "megatron" / "porting" / "map_cuda_to_cpu.py"
 MEETING = [
     CORE / "parallel" / "init_and_destroy_distributed.py",
     CORE / "parallel" / "initialize_model_parallel.py",

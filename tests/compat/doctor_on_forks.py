@@ -240,7 +240,7 @@ def data() -> list[str]:
 
 def canonical(name: str) -> str:
     """Return a name with the name that its module gives itself: `megatron.mpu` is `megatron.core.parallel_state`."""
-    from megatron.judge_fork import find
+    from megatron.porting.judge_fork import find
 
     before, _, last = name.rpartition(".")
     if not before or not name.startswith("megatron."):
@@ -255,7 +255,7 @@ def canonical(name: str) -> str:
 def is_named(name: str, states: dict[str, str]) -> bool:
     """Whether the doctor has called a name, or what it lies in, missing or different."""
     parts = name.split(".")
-    return any(states.get(".".join(parts[:i]), "there") != "there" for i in range(2, len(parts) + 1))
+    return any(states.get(".".join(parts[:i]), "there") != "there" for i in range(1, len(parts) + 1))
 
 
 def main() -> None:
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     import megatron.training.training  # noqa: F401  # once, not by every child
     from megatron.doctor import examine, files_of
-    from megatron.map_cuda_to_cpu import map_to_cpu
+    from megatron.porting.map_cuda_to_cpu import map_to_cpu
 
     map_to_cpu()
     flags = [*MODEL.split(), *data()]

@@ -11,8 +11,8 @@ import ast
 import subprocess
 from collections.abc import Iterator
 
-from megatron.fork_names import dotted
-from megatron.judge_fork import find, only_raises
+from megatron.porting.fork_names import dotted
+from megatron.porting.judge_fork import find, only_raises
 
 SCRIPTS = ["pretrain_gpt.py", "pretrain_bert.py"]
 LOOP = ["examples/run_simple_mcore_train_loop.py"]

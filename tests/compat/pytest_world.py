@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megatron.core.tensor_parallel.layers  # noqa: F401  # imported once, not by every rank
-from megatron.map_cuda_to_cpu import map_to_cpu
+from megatron.porting.map_cuda_to_cpu import map_to_cpu
 
 map_to_cpu()
 

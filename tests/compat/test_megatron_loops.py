@@ -2,7 +2,7 @@
 
     MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_loops.py
 
-CLONE: as in test_megatron_scripts.py. `megatron.map_cuda_to_cpu` does what the loops ask of CUDA.
+CLONE: as in test_megatron_scripts.py. `megatron.porting.map_cuda_to_cpu` does what the loops ask of CUDA.
 """
 
 import math
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 LOOP = "examples/run_simple_mcore_train_loop.py"
 RUN = """import os, runpy, sys
-from megatron.map_cuda_to_cpu import map_to_cpu
+from megatron.porting.map_cuda_to_cpu import map_to_cpu
 map_to_cpu()
 os.chdir(os.path.dirname(sys.argv[1]))
 optim = runpy.run_path(sys.argv[1], run_name="__main__")["optim"]

@@ -28,4 +28,4 @@ def test_without_a_script_it_says_how_it_is_called(capsys):
     said = capsys.readouterr().err
     assert "usage: python -m megatron.on_cpu" in said and "--no" in said
     assert "cannot open missing.py: No such file or directory" in said
-    assert "torch" in sys.modules or "megatron.map_cuda_to_cpu" not in sys.modules
+    assert "torch" in sys.modules or "megatron.porting.map_cuda_to_cpu" not in sys.modules

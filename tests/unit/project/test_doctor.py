@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron import doctor
-from megatron.fork_names import names_of_file
-from megatron.launch_flags import flags_of_shell, flags_of_yaml
+from megatron.porting.fork_names import names_of_file
+from megatron.porting.launch_flags import flags_of_shell, flags_of_yaml
 
 SCRIPT = """
 import torch

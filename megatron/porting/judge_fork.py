@@ -14,15 +14,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import megatron
 from megatron.core.base.dataclass_flags import ConfigError, nearest_flag
 from megatron.core.base.moved_or_unbuilt_megatron_names import ELSEWHERE, REASONS, reason_of
-from megatron.fork_names import ARGS, OwnPackage, Use
-from megatron.launch_flags import FlagUse
+from megatron.porting.fork_names import ARGS, OwnPackage, Use
+from megatron.porting.launch_flags import FlagUse
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, OTHERS, REFUSED, SILENT, WARNED
 from megatron.training.arguments.parser import make_parser
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(megatron.__file__).resolve().parent
 _PAGE = "docs/coming_from_megatron.md"
 _REFUSING = ("others", "backend_options")  # catch-all parameters of functions that refuse most of what they catch
 _MAY_LACK = {"pretrain": {"model_type"}}  # calls in the order of an older release, which the function recognises
@@ -88,10 +89,12 @@ def only_raises(thing: Any) -> bool:
         node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, SyntaxError, TypeError):  # made by a lambda or without a source
         return False
-    body = getattr(node, "body", [])
-    if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    body = node.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
-    return isinstance(body, list) and len(body) == 1 and isinstance(body[0], ast.Raise)
+    return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
 def judge_names(uses: Sequence[Use], flags_of_fork: Collection[str] = (), own: OwnPackage | None = None) -> list[Entry]:
@@ -154,13 +157,10 @@ def _judge_use(use: Use, own: OwnPackage | None) -> tuple[str, str, str]:
         problem = _import_problem(use.module)
         if problem:
             return use.name, "missing", f"{problem}; {_instead_of(use.name, own)}"
-    thing: Any = None
-    path = ""
-    for part in use.name.split("."):
-        path = f"{path}.{part}" if path else part
-        if thing is None:
-            thing = importlib.import_module(path)
-            continue
+    path, *parts = use.name.split(".")
+    thing: Any = importlib.import_module(path)
+    for part in parts:
+        path = f"{path}.{part}"
         if not isinstance(thing, ModuleType | type):
             return path.rpartition(".")[0], *_judge_call(use, thing, is_whole=False)
         try:
@@ -229,7 +229,8 @@ def call_problem(
 ) -> str:
     """Return what a call gives that the function does not take, or leaves out that it needs; "" if nothing.
 
-    defaults_only: arguments that are taken at these values only. further: names that it takes besides; None: any. may_lack: arguments that a call may leave out nevertheless.
+    defaults_only: arguments that are taken at these values only. further: names that it takes besides; None: any.
+    may_lack: arguments that a call may leave out nevertheless.
     """
     kinds = inspect.Parameter
     parameters = signature.parameters.values()

@@ -1,4 +1,4 @@
-"""What the Python files of a fork use of `megatron`, read from their syntax trees; needs no torch, and imports nothing of the fork."""
+"""The names of `megatron` that the Python files of a fork use, read from their syntax trees; nothing of it is imported."""
 
 import ast
 import re
@@ -44,7 +44,9 @@ def names_of_file(path: Path, root: Path) -> NamesOfFile:
     bound = _bind(tree, place, guarded, found)
     namespaces = _namespaces(tree, bound)
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    inner = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
     hidden = _local_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -12,7 +12,8 @@ _TOOLS = re.compile(
     r"preprocess|convert|checkpoint|eval|generat|server|merge|download|tokeniz|constrain", re.IGNORECASE
 )
 _ASSIGNED = re.compile(
-    r"(?:^|[;&|]|\b(?:then|else|do)\b)[ \t]*(?:export[ \t]+|local[ \t]+|readonly[ \t]+|declare[ \t]+(?:-\w+[ \t]+)?)?([A-Za-z_]\w*)(\+?)=[ \t]*"
+    r"(?:^|[;&|]|\b(?:then|else|do)\b)[ \t]*"
+    r"(?:export[ \t]+|local[ \t]+|readonly[ \t]+|declare[ \t]+(?:-\w+[ \t]+)?)?([A-Za-z_]\w*)(\+?)=[ \t]*"
     r"(\"(?:\\.|[^\"\\])*\"|'[^']*'|\((?:[^()]|\([^()]*\))*\)|[^\s;#]*)",
     re.MULTILINE,
 )

@@ -19,10 +19,11 @@ import torch
 import torch._dynamo  # looks up torch's functions, before they are replaced
 import torch.distributed as dist
 
+import megatron
 from megatron.core.parallel.device_config import DeviceConfig
 
 _CUDA, _CPU = "cuda", "cpu"
-_OTHERS = (str(Path(__file__).resolve().parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_OTHERS = (str(Path(megatron.__file__).resolve().parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 # functions of torch with `device=`, which the release of torch may lack
 _FACTORIES = """
@@ -104,7 +105,7 @@ def _moving(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if args and not hasattr(args[0], "shape") and is_device(args[0]):
+        if args and not isinstance(args[0], torch.Tensor) and is_device(args[0]):
             mapped.count(name)
             args = (_CPU, *args[1:])
         return function(self, *args, **(_with_cpu(options, name) if options else options))
@@ -344,7 +345,7 @@ def _map_tensors() -> None:
         elif map_location is None:
             map_location = _CPU
         elif is_device(map_location):
-            mapped.count("torch.load(map_location=)")
+            mapped.count("torch.load, its map_location")
             map_location = _CPU
         return load(f, map_location, *args, **options)
 
