@@ -55,7 +55,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"megatron.doctor: {asked.path} has no .py, .sh or .yaml file", file=sys.stderr)
         return 2
     print_answer(f"{json.dumps(found, indent=1) if asked.json else page(found, is_whole=asked.all)}\n")
-    return int(any(entry["state"] != "there" for kind in ("names", "flags") for entry in found[kind]))
+    entries = [*found["names"], *found["flags"]]
+    return int(any(entry["state"] != "there" and not entry["is_optional"] for entry in entries))
 
 
 def examine(path: Path) -> dict[str, Any]:
