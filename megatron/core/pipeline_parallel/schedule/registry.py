@@ -1,9 +1,9 @@
 """Training schedules are registered by name, and checked when they are made.
 
 A name alone gives the stage map and the number of chunks per rank. `SCHEDULES` maps a name to a function (p, m, v) ->
-Schedule, which raises ValueError if the sizes do not fit; some take `group` as a fourth. Scripts may add entries. The stage map is read from the lists
-for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of
-chunks per rank only has that number as the default of its v.
+Schedule, which raises ValueError if the sizes do not fit; some take `group` as a fourth. Scripts may add entries. The
+stage map is read from the lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m.
+A schedule for one number of chunks per rank only has that number as the default of its v.
 """
 
 import inspect
