@@ -29,6 +29,7 @@ LEVELS = (
     "core.transformer core.optimizer",
     "core.models core.fusions core.extensions core.optimizer_param_scheduler convert",
     "core.inference",
+    "evaluation",
     "training.model_flops training.rewindable_batches training.tokenizer training.validation_sets",
     "training.step",
     "training.arguments",
