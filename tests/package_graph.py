@@ -33,7 +33,7 @@ LEVELS = (
     "training.model_flops training.rewindable_batches training.tokenizer training.validation_sets",
     "training.step",
     "training.arguments",
-    "training.global_vars training.evaluate",
+    "training.global_vars training.evaluate training.eval_tasks",
     "training.batch_utils training.build_model_and_optimizer training.checkpointing",
     "training.zero_engine training.utils training.num_samples training.memory training.monitor training.result_checks",
     "training.fault_tolerance",

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.masks import Mask, PrefixTrees
+from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
@@ -161,10 +162,14 @@ def plan_packed(rows: Sequence[Row]) -> BatchPlan:
     return plan
 
 
-def plan_padded(rows: Sequence[Row], multiple: int) -> BatchPlan:
-    """Return a batch with a line for each row of one continuation, padded on the right to a multiple of `multiple`."""
+def padded_length(rows: Sequence[Row], multiple: int) -> int:
+    """Return the length of the longest row, rounded up to a multiple of `multiple`."""
     longest = max(row.length for row in rows)
-    length = -(-longest // multiple) * multiple
+    return -(-longest // multiple) * multiple
+
+
+def plan_padded(rows: Sequence[Row], length: int) -> BatchPlan:
+    """Return a batch with a line for each row of one continuation, padded on the right to `length`."""
     plan = BatchPlan([], [], [], [], [], [], [])
     for line, row in enumerate(rows):
         (branch,) = row.branches
@@ -256,7 +261,7 @@ def score(
     with torch.no_grad(), _evaluating(model):
         for index in own:
             rows = batches[index]
-            plan = plan_packed(rows) if is_packed else plan_padded(rows, scorer.multiple)
+            plan = plan_packed(rows) if is_packed else plan_padded(rows, padded_length(rows, scorer.multiple))
             results = scorer.run(plan, is_packed=is_packed)
             if results is not None:
                 predicted, logprobs, is_best = results
@@ -303,7 +308,6 @@ class _Scorer:
         self.model = model
         self.mesh = mesh
         self.device = next(model.parameters()).device
-        self.shard = SequenceShard(mesh.sequence)
         self.multiple = 2 * mesh.sequence.size if mesh.sequence.size > 1 else 1
         (self.stage,) = mesh.stages.of_rank(mesh["pp"].rank)
 
@@ -319,23 +323,12 @@ class _Scorer:
             numbers = torch.tensor(plan.numbers, device=self.device)
             mask = PrefixTrees(numbers, torch.tensor(plan.branches, device=self.device))
 
-        # this rank's columns of each row
-        b, s = tokens.shape
-        columns = torch.arange(s, device=self.device)
-        if self.mesh.sequence.size > 1:
-            ranges = self.shard.ranges(self.shard.local_length(s))
-            columns = torch.cat([torch.arange(start, stop, device=self.device) for start, stop in ranges])
+        columns = local_columns(tokens.shape[1], self.mesh.sequence, self.device)
         hidden_or_logits = self._forward(tokens[:, columns], positions[:, columns], mask)
         if hidden_or_logits is None:
             return None
-
-        # the predictions from these columns: source in [b s] -> row of this rank's [s b]
-        local = torch.full((b, s), -1, device=self.device)
-        local[:, columns] = torch.arange(b * len(columns), device=self.device).view(len(columns), b).t()
-        sources = local.flatten()[torch.tensor(plan.sources, device=self.device)]
-        predicted = (sources >= 0).nonzero().squeeze(1)
-        targets = torch.tensor(plan.targets, device=self.device)[predicted]
-        logprobs, is_best = self._predictions(hidden_or_logits.flatten(0, 1), sources[predicted], targets)
+        predicted, sources, targets = local_predictions(plan, columns, self.device)
+        logprobs, is_best = self._predictions(hidden_or_logits.flatten(0, 1), sources, targets)
         return predicted.cpu(), logprobs.double().cpu(), is_best.double().cpu()
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Mask) -> Tensor | None:
@@ -388,6 +381,27 @@ class _Scorer:
                 logits, row_of[own] - first, targets[own], model.axis, model.vocab_size
             )
         return logprobs, is_best
+
+
+def local_columns(length: int, sequence: Axis, device: torch.device | str) -> Tensor:
+    """Return the columns of samples of `length` tokens that this rank of the sequence's ranks has, in its order."""
+    if sequence.size == 1:
+        return torch.arange(length, device=device)
+    shard = SequenceShard(sequence)
+    return positions_of(shard, shard.local_length(length), device)
+
+
+def local_predictions(
+    plan: BatchPlan, columns: Tensor, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (their indices in the plan, row in [columns b], target) of the predictions from these columns, [n] each."""
+    b, s = len(plan.tokens), len(plan.tokens[0])
+    rows = torch.full((b, s), -1, device=device)
+    rows[:, columns] = torch.arange(b * len(columns), device=device).view(len(columns), b).t()
+    sources = rows.flatten()[torch.tensor(plan.sources, dtype=torch.int64, device=device)]
+    predicted = (sources >= 0).nonzero().squeeze(1)
+    targets = torch.tensor(plan.targets, dtype=torch.int64, device=device)[predicted]
+    return predicted, sources[predicted], targets
 
 
 def log_probabilities(
