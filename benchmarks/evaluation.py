@@ -75,16 +75,18 @@ def main() -> int:
 
     # compare
     differences = [
-        abs(a - b)
-        for name in backends
-        for (a, _), (b, _) in zip(answers[name], answers["ours"], strict=True)
+        abs(a - b) for name in backends for (a, _), (b, _) in zip(answers[name], answers["ours"], strict=True)
     ]
     for name in backends:
-        print(f"{name:22} {statistics.median(cpu[name]):8.2f} s of the processor, {statistics.median(clock[name]):8.2f} s")
+        print(
+            f"{name:22} {statistics.median(cpu[name]):8.2f} s of the processor, {statistics.median(clock[name]):8.2f} s"
+        )
     fastest = min((name for name in backends if name != "ours"), key=lambda name: statistics.median(cpu[name]))
     ratios = [a / b for a, b in zip(cpu[fastest], cpu["ours"], strict=True)]
     ratio = statistics.median(ratios)
-    print(f"{fastest} / ours: {ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}); answers differ by {max(differences):.1e} at most")
+    print(
+        f"{fastest} / ours: {ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}); answers differ by {max(differences):.1e} at most"
+    )
     return int(max(differences) > 1e-3 or ratio < 1.2)
 
 

@@ -57,11 +57,11 @@ class EvaluateConfig(FlagConfig):
     overlapping_eval: Count = option(32, "WIKITEXT103: tokens between the starts of two windows")
     target_delimiter: str = option(" ", "text between the context and a choice of a JSONL file")
     lm_eval_tasks: list[str] = option(
-        [],
-        "tasks of lm-evaluation-harness, or its definitions (.yaml), run by it in this process",
-        metavar="TASK",
+        [], "tasks of lm-evaluation-harness, or its definitions (.yaml), run by it in this process", metavar="TASK"
     )
-    num_fewshot: WholeNumber | None = option(None, "--lm-eval-tasks: examples before each question; default: the task's")
+    num_fewshot: WholeNumber | None = option(
+        None, "--lm-eval-tasks: examples before each question; default: the task's"
+    )
     limit: Count | None = option(None, "samples of each task; default: all")
     max_length: Count | None = option(None, "tokens that the model sees at once; default: its sequence length")
     batch_tokens: Count = option(2048, "tokens of a batch; it changes results only by rounding")
@@ -148,7 +148,9 @@ def read_settings(arguments: list[str] | None) -> Settings:
             f"{evaluation.context_parallel_size} takes {replica_size}; start a multiple of that"
         )
     if evaluation.output is not None and not (folder := Path(evaluation.output).resolve().parent).is_dir():
-        raise ConfigError(f"--output {evaluation.output}: there is no folder {folder}; create it, or choose another file")
+        raise ConfigError(
+            f"--output {evaluation.output}: there is no folder {folder}; create it, or choose another file"
+        )
 
     tokenizer_names = {one.name for one in fields(TokenizerConfig)}
     tokenizer_flags = {name: value for name, value in values.items() if name in tokenizer_names}

@@ -21,15 +21,7 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import optional_package
-from megatron.evaluation.tasks import (
-    ChoiceTask,
-    LikelihoodTask,
-    Question,
-    Task,
-    TextTask,
-    limited,
-    plain_document,
-)
+from megatron.evaluation.tasks import ChoiceTask, LikelihoodTask, Question, Task, TextTask, limited, plain_document
 
 Records = list[tuple[int, dict[str, Any]]]  # line number, record
 
@@ -120,9 +112,13 @@ def _check_keys(path: str, definition: dict[str, Any]) -> None:
     if kind == "multiple_choice" and "doc_to_choice" not in definition:
         raise ConfigError(f"{path} lacks doc_to_choice, which multiple_choice needs")
     if definition.get("num_fewshot"):
-        raise ConfigError(f"{path}: num_fewshot is {definition['num_fewshot']}, and no examples are shown here; {_ADVICE}")
+        raise ConfigError(
+            f"{path}: num_fewshot is {definition['num_fewshot']}, and no examples are shown here; {_ADVICE}"
+        )
     if definition.get("dataset_path", "json") != "json":
-        raise ConfigError(f"{path}: dataset_path is {definition['dataset_path']!r}, and only json, a local file, is read here")
+        raise ConfigError(
+            f"{path}: dataset_path is {definition['dataset_path']!r}, and only json, a local file, is read here"
+        )
 
 
 def _data_file(path: str, definition: dict[str, Any]) -> str:
@@ -175,7 +171,9 @@ class _Templates:
         sandbox = optional_package("jinja2.sandbox", f"the templates of {self.path}")
         jinja = optional_package("jinja2", f"the templates of {self.path}")
         if self.environment is None:
-            self.environment = sandbox.ImmutableSandboxedEnvironment(undefined=jinja.StrictUndefined, keep_trailing_newline=True)
+            self.environment = sandbox.ImmutableSandboxedEnvironment(
+                undefined=jinja.StrictUndefined, keep_trailing_newline=True
+            )
         try:
             return self.environment.from_string(source).render(**record)
         except (jinja.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:

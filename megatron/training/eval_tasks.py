@@ -55,7 +55,9 @@ class EvalTasks:
         if not paths:
             return
         if tokenizer is None:
-            raise ConfigError("--eval-tasks reads text, and this run has no tokenizer; give --tokenizer-type and its files")
+            raise ConfigError(
+                "--eval-tasks reads text, and this run has no tokenizer; give --tokenizer-type and its files"
+            )
         for chunk in pipeline.chunks.values():
             model = unwrap_model(chunk)
             if not isinstance(model, GPTModel):

@@ -20,7 +20,12 @@ from megatron.core.transformer.context_parallel_setting_problems import context_
 from megatron.core.transformer.model_config import ModelConfig
 
 _SECONDS = 10.0  # between two lines of progress
-_PRECISION = {"float32": "", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}  # of --dtype, fields of the config
+_PRECISION = {
+    "float32": "",
+    "float64": "fp64",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}  # of --dtype, fields of the config
 
 
 @dataclass(frozen=True)

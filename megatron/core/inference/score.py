@@ -34,7 +34,9 @@ from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transpor
 
 Request = tuple[Sequence[int], Sequence[int]]  # ids of the context, of which there is one at least, and of what follows
 
-BATCH_TOKENS = 2048  # tokens of a batch: on CPUs larger batches leave the cache, on accelerators matrices are large enough
+BATCH_TOKENS = (
+    2048  # tokens of a batch: on CPUs larger batches leave the cache, on accelerators matrices are large enough
+)
 _LOGITS_AT_ONCE = 2**26  # elements of a rank's logits
 
 
@@ -391,9 +393,7 @@ def local_columns(length: int, sequence: Axis, device: torch.device | str) -> Te
     return positions_of(shard, shard.local_length(length), device)
 
 
-def local_predictions(
-    plan: BatchPlan, columns: Tensor, device: torch.device | str
-) -> tuple[Tensor, Tensor, Tensor]:
+def local_predictions(plan: BatchPlan, columns: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
     """Return (their indices in the plan, row in [columns b], target) of the predictions from these columns, [n] each."""
     b, s = len(plan.tokens), len(plan.tokens[0])
     rows = torch.full((b, s), -1, device=device)
@@ -452,4 +452,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-

@@ -84,7 +84,9 @@ def check(got: list, expected: list[tuple[float, bool]]) -> None:
     assert max(abs(a - b) for (a, _), (b, _) in zip(got, expected, strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", *(pytest.param(n, marks=pytest.mark.full) for n in ("window", "soft cap", "relative"))])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", *(pytest.param(n, marks=pytest.mark.full) for n in ("window", "soft cap", "relative"))]
+)
 def test_scores_are_those_of_one_forward_each(name: str):
     config = MODELS[name]
     model = build(config, single_rank_mesh(), packs=False)

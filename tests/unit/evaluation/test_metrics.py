@@ -115,7 +115,7 @@ def test_wikitext_perplexity_is_adjusted_by_the_words_before_detokenizing():
 
 
 def test_wikitext_as_it_was_written():
-    page = " = Head = \n It 's a \" test \" of 3 @,@ 000 @-@ odd ( small ) things , e.g. [ x ] ; 1 @.@ 5 : N \n = = Two = = \n"
+    page = ' = Head = \n It \'s a " test " of 3 @,@ 000 @-@ odd ( small ) things , e.g. [ x ] ; 1 @.@ 5 : N \n = = Two = = \n'
     written = detokenized(page)
     assert '"test"' in written and "3,000-odd (small) things, e.g. [x]; 1.5: N" in written and "It's" in written
     document = wikitext_page(page)
@@ -144,7 +144,10 @@ def test_overlapping_windows_are_megatron_s():
             windows = list(overlapping_windows(ids, 4, step))
             assert [id for _, continuation in windows for id in continuation] == ids[1:]
             for number, (context, continuation) in enumerate(windows):
-                assert context[0] == number * step and context + continuation == ids[number * step :][: len(context + continuation)]
+                assert (
+                    context[0] == number * step
+                    and context + continuation == ids[number * step :][: len(context + continuation)]
+                )
                 assert len(continuation) <= (step if number else 4)
 
 

@@ -32,7 +32,9 @@ def test_files_are_read_by_their_first_line(tmp_path: Path):
     assert [d.text for d in read_task(texts, ReadOptions()).documents] == ["a b", "c"]
     assert read_task(texts, ReadOptions(limit=1)).num_samples == 1
     assert read_task(texts, ReadOptions("LAMBADA", strict_lambada=True)) == LambadaTask("LAMBADA", ["a b", "c"], True)
-    assert read_task(str(tmp_path / "book.txt"), ReadOptions("WIKITEXT103")) == WikitextTask("WIKITEXT103", "one\n\ntwo", 32)
+    assert read_task(str(tmp_path / "book.txt"), ReadOptions("WIKITEXT103")) == WikitextTask(
+        "WIKITEXT103", "one\n\ntwo", 32
+    )
     pages = lines(tmp_path / "pages.jsonl", {"page": " = A = \n x , y"})
     assert list(read_task(pages, ReadOptions()).documents) == [wikitext_page(" = A = \n x , y")]
     pairs = lines(tmp_path / "pairs.jsonl", {"context": "", "continuation": "b"})
@@ -40,7 +42,11 @@ def test_files_are_read_by_their_first_line(tmp_path: Path):
     asked = {"context": "q", "choices": ["a", "b"]}
     questions = lines(tmp_path / "q.jsonl", asked | {"gold": 1}, asked | {"gold": "a"}, asked | {"gold": [0, 1]})
     task = read_task(questions, ReadOptions(target_delimiter="\n"))
-    assert isinstance(task, ChoiceTask) and [q.gold for q in task.questions] == [[1], [0], [0, 1]] and task.delimiter == "\n"
+    assert (
+        isinstance(task, ChoiceTask)
+        and [q.gold for q in task.questions] == [[1], [0], [0, 1]]
+        and task.delimiter == "\n"
+    )
     prefix = write(tmp_path / "tokens", [[[1, 2], [3]], [], [[4]]])
     assert read_task(str(prefix), ReadOptions()) == TokenTask("tokens", [[1, 2, 3], [4]])
 
