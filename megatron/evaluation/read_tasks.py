@@ -11,6 +11,7 @@
 `--task WIKITEXT103` and `--task LAMBADA` read a text, and {"text": ..}, as Megatron's tasks do.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +48,7 @@ class ReadOptions(NamedTuple):
     target_delimiter: str = " "  # between the context and a choice
 
 
-def read_tasks(paths: Iterable[str], options: ReadOptions = ReadOptions()) -> list[Task]:
+def read_tasks(paths: Iterable[str], options: ReadOptions) -> list[Task]:
     """Return the task of each data file. Raises ConfigError for what cannot be read, with the file and the line."""
     tasks = [read_task(path, options) for path in paths]
     names = [task.name for task in tasks]
@@ -114,7 +115,7 @@ def _token_task(path: str, options: ReadOptions) -> Task:
         raise ConfigError(f"--data {path}: {error}") from None
     borders = dataset.document_indices.tolist()
     documents = []
-    for first, past in limited(list(zip(borders, borders[1:])), options.limit):
+    for first, past in limited(list(itertools.pairwise(borders)), options.limit):
         ids = [id for sequence in dataset[first:past] for id in sequence.tolist()]
         if ids:
             documents.append(ids)

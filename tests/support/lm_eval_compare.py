@@ -29,10 +29,7 @@ from megatron.evaluation.text_requests import TextEncoder
 from tools.evaluating.lm_eval_adapter import MegatronLM
 from tools.evaluating.model import EvaluatedModel
 
-WORDS = (
-    "the a of in tensor pipeline stage rank layer model train token loss step gradient parallel window batch and it is to "
-    "naïve grüße 日本 word with over under between before after first last every each 12 345 , . ; ( ) \n"
-).split(" ")
+WORDS = ["the", "a", "of", "in", "tensor", "pipeline", "stage", "rank", "layer", "model", "train", "token", "loss", "step", "gradient", "parallel", "window", "batch", "and", "it", "is", "to", "naïve", "grüße", "日本", "word", "with", "over", "under", "between", "before", "after", "first", "last", "every", "each", "12", "345", ",", ".", ";", "(", ")", "\n"]
 
 
 def text(rng: random.Random, least: int, most: int) -> str:

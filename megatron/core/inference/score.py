@@ -344,10 +344,8 @@ class _Scorer:
         if self.stage > 0:
             (received,) = transport.post("forward", stages.ranks[self.stage - 1]).wait()
             model.set_input_tensor(received)
-        if self.has_own_forward:
-            out = model(tokens, positions, mask)
-        else:
-            out = model.language_model(tokens, positions, mask)  # [s, b, h]
+        forward = model if self.has_own_forward else model.language_model
+        out = forward(tokens, positions, mask)  # [s, b, h], or a script's logits
         model.set_input_tensor(None)
         if self.stage < stages.last:
             transport.send("forward", stages.ranks[self.stage + 1], (out,)).wait()

@@ -117,7 +117,7 @@ def test_a_hugging_face_folder_in_another_precision(tool, tmp_path: Path):
     write_folder(tmp_path / "hf", read_record("llama"))
     (tmp_path / "ids.jsonl").write_text(json.dumps({"context": "1 2 3", "choices": ["4", "5 6"], "gold": 0}) + "\n")
     flags = ("--load", tmp_path / "hf", "--data", tmp_path / "ids.jsonl")
-    code, out, err = tool(*flags)
+    code, _, err = tool(*flags)
     assert code in (0, 1) and (code == 0 or "--tokenizer" in err)  # a folder of weights alone names the flag
     flags += (
         "--tokenizer-type",
@@ -126,7 +126,7 @@ def test_a_hugging_face_folder_in_another_precision(tool, tmp_path: Path):
         str(json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] - 1),
     )
     for dtype in ("float32", "bfloat16"):
-        code, out, err = tool(*flags, "--dtype", dtype, "--output", tmp_path / "r.json")
+        code, _, err = tool(*flags, "--dtype", dtype, "--output", tmp_path / "r.json")
         assert code == 0, err
         assert json.loads((tmp_path / "r.json").read_text())["config"]["model_args"]["dtype"] == f"torch.{dtype}"
 

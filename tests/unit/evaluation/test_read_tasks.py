@@ -128,4 +128,4 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path):
         with pytest.raises(ConfigError, match=said):
             read_task(str(tmp_path / path), options)
     with pytest.raises(ConfigError, match="two data files"):
-        read_tasks([str(tmp_path / "t.txt")] * 2)
+        read_tasks([str(tmp_path / "t.txt")] * 2, ReadOptions())
