@@ -2,11 +2,18 @@
 
 import json
 import math
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from cases import read_record, write_folder
+from documents import ROOT, commands_of
+from processes import free_port
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import open_checkpoint
@@ -152,3 +159,69 @@ def test_bad_input_is_one_line(trained: Path, tool, tmp_path: Path):
     ):
         status, out, err = tool(*arguments)
         assert (status, out) == (code, "") and said in err and err.strip().count("\n") == 0, (arguments, err)
+
+
+# ---------------------------------------------------------------- docs/evaluation.md
+
+PAGE = ROOT / "docs" / "evaluation.md"
+
+
+@pytest.fixture
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The page's checkpoint and data, tiny, in the working folder."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    train(tmp_path, f"--mock-data --train-iters 2 --save {tmp_path}/checkpoints/books")
+    (tmp_path / "book.txt").write_text("Once upon a time there were three bears , and 9 honey pots .")
+    questions = [{"context": f"{n} bears", "choices": ["sleep", "eat honey"], "gold": n % 2} for n in range(3)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "three bears ate honey"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(folder: Path, flags: str) -> None:
+    tiny = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --lr 1e-2 --eval-iters 0 "
+        f"--device cpu --position-embedding-type rope --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/tokenizer.json"
+    )
+    words = (
+        [*tiny.split(), *flags.split()] if "--use-checkpoint-args" not in flags else [*flags.split(), "--device", "cpu"]
+    )
+    parts = (pretrain_gpt.train_valid_test_datasets_provider, pretrain_gpt.model_provider)
+    pretrain(*parts, ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=words)
+
+
+@pytest.mark.full
+def test_the_commands_of_the_page_run(books: Path, tool, capfd: pytest.CaptureFixture):
+    said = []
+    for command in commands_of(PAGE):
+        program, *words = shlex.split(command)[1:]
+        if command.startswith("python tools/evaluate.py") and "--lm-eval-tasks" not in words:
+            code, out, err = tool(*words)
+            assert code == 0, err
+            said.append(out)
+        elif program == "pretrain_gpt.py":
+            train(books, " ".join(words))
+            said.append(capfd.readouterr().out)
+    assert len(said) == 4
+    results = json.loads((books / "results.json").read_text())["results"]
+    assert results["book"].keys() > {"bits_per_byte,none"} and results["questions"].keys() > {"acc_norm,none"}
+    assert "adjusted ppl" in said[1] and "avg accuracy" in said[2]
+    assert said[3].count(" task questions at iteration ") == 2  # within the run, and at its end
+
+
+@pytest.mark.sweep
+def test_replicas_and_tensor_parallel_processes_give_what_one_gives(books: Path):
+    """Processes: 12 seconds of a processor."""
+    one, four = (command.replace(" \\\n", " ") for command in commands_of(PAGE)[:2])
+    launch = f"{sys.executable} -m torch.distributed.run --master-port {free_port()}"
+    for command in (one.replace("python", sys.executable, 1), four.replace("torchrun", launch, 1)):
+        words = [str(ROOT / word) if word == "tools/evaluate.py" else word for word in shlex.split(command)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run([*words, "--device", "cpu", "--dtype", "float64"], check=True, env=environment)
+    results = [json.loads((books / name).read_text())["results"] for name in ("results.json", "four.json")]
+    for task, metrics in results[0].items():
+        for name, value in metrics.items():
+            assert results[1][task][name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-10))
