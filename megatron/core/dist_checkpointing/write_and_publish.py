@@ -12,8 +12,9 @@ No torch.
     rank 0      rename to iter_N/, point latest_checkpointed_iteration.txt to it, remove what it replaces: an earlier save
                 of iteration N, which had made room by a rename. Other iterations are not touched
 
-No file in iter_N.partial/ is written atomically, and none has to be: nobody reads that folder, and the two renames at the
-end publish it. Each file is on the disk before the step that relies on it.
+No file in iter_N.partial/ is written atomically, and none has to be: no load reads that folder, rank 0 reads each rank_R.json
+only after the step that wrote it, and the two renames at the end publish the folder. Each file is on the disk before the step
+that relies on it.
 
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
