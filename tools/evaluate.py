@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -108,6 +109,7 @@ if __name__ == "__main__":
 
 from megatron.convert import open_any
 from megatron.core import parallel_state
+from megatron.core.base.lazy_imports import optional_package
 from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
 from megatron.core.inference import notes_on_checkpoint, read_saved_settings
@@ -172,6 +174,11 @@ def run(settings: Settings, world: Axis) -> None:
     device = settings.device.torch_device
 
     # read the data first: loading the model may take minutes
+    adapter: Any = None
+    if evaluation.lm_eval_tasks:
+        with collectives.raise_together(world, device):
+            optional_package("lm_eval", "--lm-eval-tasks")
+            adapter = import_module("tools.evaluating.lm_eval_adapter")
     read_options = ReadOptions(
         evaluation.task,
         evaluation.strict_lambada,
@@ -222,10 +229,8 @@ def run(settings: Settings, world: Axis) -> None:
     results = evaluate_tasks(tasks, requests, model, is_first=world.is_first)
     content = as_json(results, config)
     if evaluation.lm_eval_tasks:
-        from tools.evaluating.lm_eval_adapter import run_lm_eval  # an optional package
-
         assert encoder is not None
-        harness, harness_table = run_lm_eval(
+        harness, harness_table = adapter.run_lm_eval(
             model, encoder, evaluation.lm_eval_tasks, evaluation.num_fewshot, evaluation.limit, is_first=world.is_first
         )
         for name, values in harness.items():

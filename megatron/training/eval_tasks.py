@@ -27,8 +27,8 @@ from megatron.core.inference.score import (
     plan_padded,
     request_problems,
     rows_of,
+    scoring_problems,
 )
-from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.pipeline_parallel.schedules import Pipeline
@@ -59,11 +59,8 @@ class EvalTasks:
                 "--eval-tasks reads text, and this run has no tokenizer; give --tokenizer-type and its files"
             )
         for chunk in pipeline.chunks.values():
-            model = unwrap_model(chunk)
-            if not isinstance(model, GPTModel):
-                raise ConfigError(
-                    f"--eval-tasks needs log-probabilities of text, and this run trains a {type(model).__name__}; leave it out"
-                )
+            if problems := scoring_problems(unwrap_model(chunk)):
+                raise ConfigError(f"--eval-tasks: {problems[0]}; leave it out")
         self.tasks = read_tasks(paths, ReadOptions(limit=limit))
         encoder = TextEncoder(tokenizer)
         self.requests = [task.requests(encoder, seq_length) for task in self.tasks]

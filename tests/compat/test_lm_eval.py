@@ -4,7 +4,7 @@
     LM_EVAL_PYTHON=harness/bin/python python -m pytest tests/compat/test_lm_eval.py -s
 
 The interpreter has an environment of its own. Three definitions, in the form of arc_easy, lambada_openai and wikitext, read
-local files that the test makes.
+local files that the test makes; a fourth generates text.
 """
 
 import json
@@ -27,10 +27,11 @@ def test_figures_are_those_of_the_hugging_face_backend(tmp_path: Path):
     print(f"\n{json.dumps(said, indent=2)}")
     assert said["likelihoods"]["largest difference"] < 1e-4 and said["likelihoods"]["requests"] > 100
     assert said["greedy"]["equal"]
-    tasks = {"local_choices", "local_words", "local_pages"}
+    assert said["texts"]["equal"] == said["texts"]["of"] > 10 and said["texts"]["different ones"] > 5
+    tasks = {"local_choices", "local_words", "local_pages", "local_texts"}
     assert said["hf"].keys() == said["megatron"].keys() == tasks
     for task in tasks:
         assert said["hf"][task].keys() == said["megatron"][task].keys() and said["hf"][task]
         for name, value in said["hf"][task].items():
             ours = said["megatron"][task][name]
-            assert ours == value if name.startswith("acc") else ours == pytest.approx(value, rel=1e-4)
+            assert ours == value if name.startswith(("acc", "exact")) else ours == pytest.approx(value, rel=1e-4)

@@ -29,7 +29,52 @@ from megatron.evaluation.text_requests import TextEncoder
 from tools.evaluating.lm_eval_adapter import MegatronLM
 from tools.evaluating.model import EvaluatedModel
 
-WORDS = ["the", "a", "of", "in", "tensor", "pipeline", "stage", "rank", "layer", "model", "train", "token", "loss", "step", "gradient", "parallel", "window", "batch", "and", "it", "is", "to", "naïve", "grüße", "日本", "word", "with", "over", "under", "between", "before", "after", "first", "last", "every", "each", "12", "345", ",", ".", ";", "(", ")", "\n"]
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "in",
+    "tensor",
+    "pipeline",
+    "stage",
+    "rank",
+    "layer",
+    "model",
+    "train",
+    "token",
+    "loss",
+    "step",
+    "gradient",
+    "parallel",
+    "window",
+    "batch",
+    "and",
+    "it",
+    "is",
+    "to",
+    "naïve",
+    "grüße",
+    "日本",
+    "word",
+    "with",
+    "over",
+    "under",
+    "between",
+    "before",
+    "after",
+    "first",
+    "last",
+    "every",
+    "each",
+    "12",
+    "345",
+    ",",
+    ".",
+    ";",
+    "(",
+    ")",
+    "\n",
+]
 
 
 def text(rng: random.Random, least: int, most: int) -> str:
@@ -91,6 +136,7 @@ def definitions(folder: Path, samples: int) -> list[dict]:
         aggregations = {"perplexity": {"aggregation": "perplexity", "higher_is_better": False}}
         return [{"metric": name, **aggregations.get(name, {})} for name in names]
 
+    texts = {"until": [",", "over"], "max_gen_toks": 12, "do_sample": False}
     return [
         task(
             "choices",
@@ -114,6 +160,15 @@ def definitions(folder: Path, samples: int) -> list[dict]:
             doc_to_target="{{page}}",
             metric_list=metrics("word_perplexity", "byte_perplexity", "bits_per_byte"),
         ),
+        task(
+            "words",
+            output_type="generate_until",
+            doc_to_text="{{text[:40]}}",
+            doc_to_target="{{text}}",
+            generation_kwargs=texts,
+            metric_list=metrics("exact_match"),
+        )
+        | {"task": "local_texts"},
     ]
 
 
@@ -140,6 +195,14 @@ class Recorded:
             return answers
 
         backend._loglikelihood_tokens = recording
+        self.texts: list[str] = []
+        generate = backend.generate_until
+
+        def recording_texts(requests: list, **options: object) -> list[str]:
+            self.texts = generate(requests, **options)
+            return self.texts
+
+        backend.generate_until = recording_texts
 
 
 def main() -> None:
@@ -152,6 +215,7 @@ def main() -> None:
     }
     said: dict[str, dict] = {}
     answers = {}
+    texts = {}
     for name, backend in backends.items():
         recorded = Recorded(backend)
         options = {"task_manager": TaskManager(include_defaults=False), "log_samples": False, "bootstrap_iters": 0}
@@ -162,11 +226,14 @@ def main() -> None:
         }
         # both kinds of task answer in the order of the requests; rolling windows are not compared one by one
         answers[name] = recorded.answers
+        texts[name] = recorded.texts
     by_request = {name: [pair for call in calls[:1] for pair in call] for name, calls in answers.items()}
     differences = [abs(a - b) for (a, _), (b, _) in zip(by_request["hf"], by_request["megatron"], strict=True)]
     greedy = {name: [pair[1] for pair in pairs] for name, pairs in by_request.items()}
     said["likelihoods"] = {"requests": len(differences), "largest difference": max(differences)}
     said["greedy"] = {"equal": greedy["hf"] == greedy["megatron"], "share": sum(greedy["hf"]) / len(greedy["hf"])}
+    equal = sum(a == b for a, b in zip(texts["hf"], texts["megatron"], strict=True))
+    said["texts"] = {"equal": equal, "of": len(texts["hf"]), "different ones": len(set(texts["hf"]))}
     print(json.dumps(said))
 
 

@@ -194,7 +194,9 @@ def packs(model: nn.Module) -> bool:
     It was loaded with `restarts_positions=True`, its layers have no relative positions and no frequencies that depend on
     the length of the whole row, and no other rank has a part of the sequence.
     """
-    if type(model) is not GPTModel or not model.context.restarts_positions or model.context.cp.axis.size > 1:
+    if type(model) is not GPTModel or not model.context.restarts_positions:
+        return False
+    if model.context.rows.global_length(1) > 1:  # other ranks have a part
         return False
     config = model.settings
     return config.position_embedding_type != "relative" and not _borders(config)
@@ -334,7 +336,10 @@ class _Scorer:
         return predicted.cpu(), logprobs.double().cpu(), is_best.double().cpu()
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Mask) -> Tensor | None:
-        """Run the stage: [b, s] -> on the last stage hidden states [s, b, h] or, of a script's own forward, logits [s, b, v/t]."""
+        """Run the stage on tokens and positions [b, s].
+
+        Returns on the last stage hidden states [s, b, h] or, of a script's own forward, logits [s, b, v/t].
+        """
         model = self.model
         b, s = tokens.shape
         stages = self.mesh.stages

@@ -194,7 +194,7 @@ def train(folder: Path, flags: str) -> None:
 
 
 @pytest.mark.full
-def test_the_commands_of_the_page_run(books: Path, tool, capfd: pytest.CaptureFixture):
+def test_the_commands_of_the_page_run(books: Path, tool, capsys: pytest.CaptureFixture):
     said = []
     for command in commands_of(PAGE):
         program, *words = shlex.split(command)[1:]
@@ -204,7 +204,7 @@ def test_the_commands_of_the_page_run(books: Path, tool, capfd: pytest.CaptureFi
             said.append(out)
         elif program == "pretrain_gpt.py":
             train(books, " ".join(words))
-            said.append(capfd.readouterr().out)
+            said.append(capsys.readouterr().out)
     assert len(said) == 4
     results = json.loads((books / "results.json").read_text())["results"]
     assert results["book"].keys() > {"bits_per_byte,none"} and results["questions"].keys() > {"acc_norm,none"}

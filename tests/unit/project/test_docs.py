@@ -17,7 +17,7 @@ from documents import DOCUMENTS, ROOT, commands_of, name_of
 from megatron.core.base.dataclass_flags import FlagParser, add_flags
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.training.arguments.command_line import make_parser as pretrain_parser
-from tools import generate, plot_run, preprocess_data, train_tokenizer
+from tools import evaluate, generate, plot_run, preprocess_data, train_tokenizer
 
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 
@@ -193,6 +193,7 @@ def flags_of_programs() -> dict[str, set[str]]:
         "pretrain_bert.py": trains,
         "examples/minimal_fork/pretrain.py": trains | {f"--{name.replace('_', '-')}" for name in fork},
         "tools/generate.py": set(generate.make_parser().known_flags()),
+        "tools/evaluate.py": set(evaluate.make_parser().known_flags()),
     }
 
 
