@@ -44,6 +44,12 @@ class EvaluateConfig(FlagConfig):
     """Evaluation."""
 
     load: str | None = option(None, "checkpoint folder, or a Hugging Face folder", metavar="DIR", required=True)
+    model: str | None = option(
+        None,
+        "script that trained the model, whose model_provider builds it; needed if the model is its own, or if it adds a "
+        "tokenizer or an attention kernel; it runs up to its call of pretrain()",
+        metavar="FILE",
+    )
     iteration: WholeNumber | None = option(
         None, "iteration to load; default: the latest", flags=("--iteration", "--ckpt-step")
     )
@@ -120,8 +126,11 @@ from megatron.evaluation.read_tasks import ReadOptions, read_tasks
 from megatron.evaluation.results import TaskResult, as_json, table, write_json
 from megatron.evaluation.tasks import Task
 from megatron.evaluation.text_requests import TextEncoder
+from megatron.training.global_vars import set_runtime
+from megatron.training.training import Script
 from tools.evaluating.model import EvaluatedModel, load_evaluated_model
 from tools.generating.checkpoint_tokenizer import tokenizer_of_checkpoint
+from tools.script import script_at
 
 LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -133,12 +142,14 @@ class Settings:
     evaluation: EvaluateConfig
     tokenizer_flags: dict[str, Any]  # override the checkpoint's tokenizer settings
     device: Device
+    script: Script | None = None  # of --model
 
 
 def read_settings(arguments: list[str] | None) -> Settings:
     """Read the command line and check what this rank can check alone. Raises ConfigError with the problems."""
     values = read_flags(make_parser(), arguments)
     evaluation = build(EvaluateConfig, values)
+    script = None if evaluation.model is None else script_at(evaluation.model)
 
     # a whole number of replicas
     world_size = parallel_state.launched_world_size()
@@ -159,7 +170,7 @@ def read_settings(arguments: list[str] | None) -> Settings:
     local_rank = evaluation.local_rank
     if local_rank is None:
         local_rank = parallel_state.launched_local_rank()
-    return Settings(evaluation, tokenizer_flags, Device.select(evaluation.device, local_rank))
+    return Settings(evaluation, tokenizer_flags, Device.select(evaluation.device, local_rank), script)
 
 
 def log(text: str) -> None:
@@ -199,7 +210,7 @@ def run(settings: Settings, world: Axis) -> None:
     requests = []
     text = None
     with collectives.raise_together(world, device):
-        saved = read_saved_settings(checkpoint.state, source)
+        saved = read_saved_settings(checkpoint.state, source, has_script=settings.script is not None)
         max_length = longest_text(evaluation.max_length, saved)
         # lm-evaluation-harness encodes on every rank, our tasks on the first alone
         encoder = None
@@ -211,8 +222,8 @@ def run(settings: Settings, world: Axis) -> None:
     requests = json.loads(collectives.broadcast_text(text, world, device))
 
     # the model
-    model = load_evaluated_model(evaluation, checkpoint, saved, settings.device, max_length)
-    for note in notes_on_checkpoint(checkpoint.state):
+    model = load_evaluated_model(evaluation, checkpoint, saved, settings.device, max_length, settings.script)
+    for note in notes_on_checkpoint(checkpoint.state, has_script=settings.script is not None):
         log(note)
     log(f"iteration {checkpoint.iteration} of {evaluation.load} on {settings.device.name}, {max_length} tokens at once")
 
@@ -322,6 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(message, file=sys.stderr)
         return 1 if settings else 2
     finally:
+        set_runtime(None)
         parallel_state.stop_distributed()
     return 0
 

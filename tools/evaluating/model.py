@@ -18,6 +18,9 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.training import Script
+from tools.generating.script_model import load_script_model
+from tools.generating.t5 import is_t5
 
 _SECONDS = 10.0  # between two lines of progress
 _PRECISION = {
@@ -62,12 +65,22 @@ class EvaluatedModel:
 
 
 def load_evaluated_model(
-    settings: Any, checkpoint: Checkpoint, saved: SavedSettings, device: Device, max_length: int
+    settings: Any,
+    checkpoint: Checkpoint,
+    saved: SavedSettings,
+    device: Device,
+    max_length: int,
+    script: Script | None = None,
 ) -> EvaluatedModel:
     """Load this rank's stage of the checkpoint's model. Every rank must call. Raises ConfigError, CheckpointError.
 
-    settings: layout, --dtype and --batch-tokens, as fields of an object.
+    settings: layout, --dtype and --batch-tokens, as fields of an object. script: its model_provider builds the model;
+    None: it is one of ours.
     """
+    if is_t5(checkpoint.state):
+        raise ConfigError(
+            f"{checkpoint.folder} holds a T5, and log-probabilities of text need a model that reads from left to right alone"
+        )
     tp_size = settings.tensor_model_parallel_size
     pp_size = settings.pipeline_model_parallel_size
     config = with_dtype(saved.transformer, settings.dtype)
@@ -91,6 +104,9 @@ def load_evaluated_model(
         ranks_per_kv_head=config.ranks_per_kv_head(tp_size),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,
     )
+    if script is not None:
+        own = load_script_model(script, checkpoint, replace(saved, transformer=config), parallel, mesh, device)
+        return EvaluatedModel(own, mesh, max_length, settings.batch_tokens)
     stage = load_gpt(
         checkpoint,
         config,

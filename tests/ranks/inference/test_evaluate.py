@@ -161,6 +161,22 @@ def test_bad_input_is_one_line(trained: Path, tool, tmp_path: Path):
         assert (status, out) == (code, "") and said in err and err.strip().count("\n") == 0, (arguments, err)
 
 
+@pytest.mark.full
+def test_a_script_builds_the_model(trained: Path, tool, tmp_path: Path):
+    """Its model is not packed: other batches, the same numbers."""
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"context": "1 2", "continuation": " 3 4"}) + "\n")
+    flags = ("--load", trained, "--data", tmp_path / "pairs.jsonl")
+    figures = []
+    for more in ([], ["--model", ROOT / "pretrain_gpt.py"]):
+        code, _, err = tool(*flags, *more, "--output", tmp_path / "r.json")
+        assert code == 0, err
+        figures.append(json.loads((tmp_path / "r.json").read_text())["results"]["pairs"])
+    assert figures[1] == {
+        name: pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+        for name, value in figures[0].items()
+    }
+
+
 # ---------------------------------------------------------------- docs/evaluation.md
 
 PAGE = ROOT / "docs" / "evaluation.md"
