@@ -223,6 +223,8 @@ def run_lm_eval(
             bootstrap_iters=1000,
             task_manager=manager,
         )
+    if results is None:  # only the first process of a machine has them
+        return {}, ""
     printed = make_table(results)
     if results.get("groups"):
         printed += "\n" + make_table(results, "groups")

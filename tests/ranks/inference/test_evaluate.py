@@ -222,7 +222,7 @@ def test_the_commands_of_the_page_run(books: Path, tool, capsys: pytest.CaptureF
             train(books, " ".join(words))
             said.append(capsys.readouterr().out)
     assert len(said) == 4
-    results = json.loads((books / "results.json").read_text())["results"]
+    results = json.loads((books / "checkpoints/results.json").read_text())["results"]
     assert results["book"].keys() > {"bits_per_byte,none"} and results["questions"].keys() > {"acc_norm,none"}
     assert "adjusted ppl" in said[1] and "avg accuracy" in said[2]
     assert said[3].count(" task questions at iteration ") == 2  # within the run, and at its end
@@ -237,7 +237,10 @@ def test_replicas_and_tensor_parallel_processes_give_what_one_gives(books: Path)
         words = [str(ROOT / word) if word == "tools/evaluate.py" else word for word in shlex.split(command)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         subprocess.run([*words, "--device", "cpu", "--dtype", "float64"], check=True, env=environment)
-    results = [json.loads((books / name).read_text())["results"] for name in ("results.json", "four.json")]
+    results = [
+        json.loads((books / name).read_text())["results"]
+        for name in ("checkpoints/results.json", "checkpoints/four.json")
+    ]
     for task, metrics in results[0].items():
         for name, value in metrics.items():
             assert results[1][task][name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-10))
