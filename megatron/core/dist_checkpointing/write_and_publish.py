@@ -123,16 +123,16 @@ def save_step(root: Path, ranks: SaveGroup) -> Iterator[None]:
         try:
             yield
         except CheckpointError as error:
-            advice = f"{error.advice}; {_previous_checkpoint(root)}"
+            advice = f"{error.advice}; {_latest_checkpoint(root)}"
             raise CheckpointError(error.file, error.wrong, advice) from error.__cause__
 
 
-def _previous_checkpoint(root: Path) -> str:
+def _latest_checkpoint(root: Path) -> str:
     try:
         iteration = checkpoint_folder.find(root).iteration
     except (CheckpointError, OSError):
         return f"there is no checkpoint in {root} yet"
-    return f"the checkpoint before is intact (iteration {iteration})"
+    return f"the latest checkpoint is intact (iteration {iteration})"
 
 
 @contextlib.contextmanager

@@ -325,7 +325,8 @@ class Bucket(ParamBucket):
     def _clear(self) -> None:
         """Set gradients to zero, except where a product will overwrite them: these parameters are unset from here on.
 
-        Such a parameter is one whose first gradient came from a product in an earlier step.
+        Such a parameter is one whose first gradient came from a product after an earlier call: in an earlier step, or, in
+        stages 2 and 3, which clear gradients each time they are allocated, in an earlier microbatch.
         """
         gradients = self.gradients
         first = 0  # everything before it is done

@@ -266,7 +266,8 @@ class ParamFetcher(ParamGather):
             # Gradients of a shared parameter are complete only with its last unit's. Released at the end of this unit's
             # backward already, when the gradient of its input is there, it takes no memory while other units compute.
             # Only for a module whose children have no parameters, with one input that autograd computed: of several
-            # inputs nobody knows whose gradient is the last. Elsewhere the bucket waits for `bucket_done`.
+            # inputs nobody knows whose gradient is the last. Elsewhere the bucket waits for `bucket_done`. An input that is the
+            # output of another unit releases it by that unit's hook, which was set earlier: then this one does nothing.
             sources[0].register_hook(lambda _: self._end_use(use, shared))
 
         # In a recomputation, the backward that follows needs them. In a forward, a shared bucket is released as well: the
