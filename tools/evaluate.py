@@ -128,7 +128,7 @@ from megatron.evaluation.tasks import Task
 from megatron.evaluation.text_requests import TextEncoder
 from megatron.training.global_vars import set_runtime
 from megatron.training.training import Script
-from tools.evaluating.model import EvaluatedModel, load_evaluated_model
+from tools.evaluating.model import EvaluatedModel, load_evaluated_model, refuse_other_models
 from tools.generating.checkpoint_tokenizer import tokenizer_of_checkpoint
 from tools.script import script_at
 
@@ -211,6 +211,7 @@ def run(settings: Settings, world: Axis) -> None:
     text = None
     with collectives.raise_together(world, device):
         saved = read_saved_settings(checkpoint.state, source, has_script=settings.script is not None)
+        refuse_other_models(checkpoint.state, source)
         max_length = longest_text(evaluation.max_length, saved)
         # lm-evaluation-harness encodes on every rank, our tasks on the first alone
         encoder = None

@@ -77,10 +77,6 @@ def load_evaluated_model(
     settings: layout, --dtype and --batch-tokens, as fields of an object. script: its model_provider builds the model;
     None: it is one of ours.
     """
-    if is_t5(checkpoint.state):
-        raise ConfigError(
-            f"{checkpoint.folder} holds a T5, and log-probabilities of text need a model that reads from left to right alone"
-        )
     tp_size = settings.tensor_model_parallel_size
     pp_size = settings.pipeline_model_parallel_size
     config = with_dtype(saved.transformer, settings.dtype)
@@ -118,6 +114,16 @@ def load_evaluated_model(
         restarts_positions=settings.context_parallel_size == 1,
     )
     return EvaluatedModel(stage, mesh, max_length, settings.batch_tokens)
+
+
+def refuse_other_models(state: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for a checkpoint of a model that does not predict each next token. source: its name in errors."""
+    kind = "a T5" if is_t5(state) else state.get("model", "")
+    if kind in ("a T5", "BertModel"):
+        raise ConfigError(
+            f"{source} holds {kind}, and log-probabilities of text need a model that predicts each next token; give a GPT's "
+            "checkpoint"
+        )
 
 
 def with_dtype(config: ModelConfig, dtype: str | None) -> ModelConfig:

@@ -143,12 +143,14 @@ def test_bad_input_is_one_line(trained: Path, tool, tmp_path: Path):
     (tmp_path / "none.txt").write_text("")
     (tmp_path / "letters.txt").write_text("abc")
     (tmp_path / "empty").mkdir()
+    write_folder(tmp_path / "t5", read_record("t5"))
     data = ("--data", tmp_path / "t.txt")
     for arguments, code, said in (
         (("--load", trained), 2, "nothing to evaluate on"),
         (data, 2, "--load is needed"),
         (("--load", tmp_path / "empty", *data), 1, str(tmp_path / "empty")),
         (("--load", tmp_path / "missing", *data), 1, "missing"),
+        (("--load", tmp_path / "t5", *data), 1, "holds a T5"),
         (("--load", trained, "--data", tmp_path / "none.txt"), 1, "no text"),
         (("--load", trained, "--data", tmp_path / "letters.txt"), 1, "NullTokenizer"),
         (("--load", trained, *data, "--strict-lambada"), 2, "--task LAMBADA"),
