@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from enum import Enum
 
 _LAYOUT_LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}  # letter -> Megatron's name of the part
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
@@ -21,7 +22,7 @@ def stages_of_layout(layout: str | Sequence[Sequence[str]]) -> list[str]:
     """
     if not isinstance(layout, str):
         letter_of = {name: letter for letter, name in _LAYOUT_LETTERS.items()}
-        names = [[getattr(part, "name", part) for part in stage] for stage in layout]
+        names = [[part.name if isinstance(part, Enum) else part for part in stage] for stage in layout]
         unknown = sorted({str(name) for stage in names for name in stage if str(name).strip().lower() not in letter_of})
         if unknown:
             raise ValueError(f"{LAYOUT_FLAG} has {', '.join(unknown)}; the parts of a stage are {', '.join(letter_of)}")
