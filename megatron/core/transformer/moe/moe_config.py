@@ -257,6 +257,17 @@ class MoEConfig(AttentionConfig):
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def active_expert_parameters(self) -> int:
+        """The elements of the weight matrices of one layer's router, experts and shared experts that a token visits."""
+        if not self.has_experts:
+            return 0
+        h = self.hidden_size
+        shared = self.moe_shared_expert_intermediate_size or 0
+        width = self.moe_router_topk * self.expert_ffn_size + shared
+        gate = h if self.moe_shared_expert_gate else 0
+        return (3 if self.is_gated else 2) * h * width + h * self.num_experts + gate
+
+    @property
     def capacity_factor(self) -> float | None:
         """The capacity of an expert, as a multiple of an equal share; None: no token is dropped."""
         factor = self.moe_expert_capacity_factor
