@@ -60,7 +60,7 @@ def texts_of(folder: Path, sizes: dict[str, int]) -> list[list[int]]:
         options = {"vocab_size": saved.vocab_size, "positions": saved.positions, "mesh": mesh}
         model = load_gpt(checkpoint, saved.transformer, **options)
         steps = generate_batch(
-            model, [[1, 2, 3], [4, 5]], max_new_tokens=4, choose=[greedy, greedy], mesh=mesh, max_length=8
+            model, [[1, 2, 3], [4, 5]], max_new_tokens=4, stop_id=None, choose=[greedy, greedy], mesh=mesh, max_length=8
         )
         return [list(step) for step in steps]
 
