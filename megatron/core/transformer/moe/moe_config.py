@@ -288,20 +288,5 @@ class MoEConfig(AttentionConfig):
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
 
 
-def expert_parallel_problems(config: MoEConfig, expert: int, expert_tensor: int) -> list[str]:
-    """Return the reasons why these expert- and expert-tensor-parallel sizes do not divide the experts."""
-    problems = []
-    if config.num_experts % expert:
-        problems.append(
-            f"--num-experts ({config.num_experts}) must be a multiple of --expert-model-parallel-size ({expert}); change one"
-        )
-    if config.expert_ffn_size % expert_tensor:
-        problems.append(
-            f"the hidden size of an expert ({config.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
-            f"--expert-tensor-parallel-size ({expert_tensor}); change one"
-        )
-    return problems
-
-
 def _spaced(values: list) -> str:
     return " ".join(map(str, values))

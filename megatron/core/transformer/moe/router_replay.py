@@ -6,8 +6,8 @@
     with replay.replaying():
         ...                                forwards of the same samples take them; weights follow from the present scores
 
-Choices are kept by layer and by the number of the sample in the run, so recomputation, schedules and the order of microbatches do not
-matter. A rank has those of its own rows: a replay needs the tensor- and context-parallel sizes of the recording.
+Choices are kept by layer and by the number of the sample in the run, so recomputation, schedules and the order of microbatches
+do not matter. A rank has those of its own rows: a replay needs as many ranks for each sample as the recording.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,10 @@ class RouterReplayAction(Enum):
 
 
 class RouterReplay:
-    """The choices of all routers in these modules. routes: (layer number from 1, sample) -> int64 [s, K], this rank's rows."""
+    """The choices of all routers in these modules.
+
+    routes: (layer number from 1, sample) -> int64 [s, K], this rank's rows.
+    """
 
     def __init__(self, chunks: Iterable[nn.Module]):
         """Raises ValueError if there is no router, or if --moe-enable-routing-replay is not given."""

@@ -4,8 +4,8 @@
                 rows by expert -> all-to-all -> (rank, expert) rows -> experts -> all-to-all -> rows by expert -> sums
     allgather   every rank receives all tokens, takes those of its experts, and the sums of results are scattered
 
-Both send over "ep_etp": a rank of etp has a part of the hidden features of an expert, so a row goes to all ranks of its expert, and
-their results are added. Weights stay where the token is. Every rank of ep_etp must call, forward and backward, also one
+Both send over "ep_etp": a rank of etp has a part of the hidden features of an expert, so a row goes to all ranks of its expert,
+and their results are added. Weights stay where the token is. Every rank of ep_etp must call, forward and backward, also one
 without rows.
 """
 
