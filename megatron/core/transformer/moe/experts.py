@@ -81,7 +81,7 @@ class GroupedLinear(nn.Module):
         return y + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, counts, strict=True)])
 
 
-class GroupedMLP(nn.Module):
+class ParallelExperts(nn.Module):
     """The experts: W2_e f(W1_e x), or gated W2_e (f(Wg_e x) * (Wu_e x)). forward(`ExpertRows`) -> [rows, h].
 
     With several ranks of etp it is this rank's term of the results.

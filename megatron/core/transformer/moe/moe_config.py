@@ -83,7 +83,7 @@ class MoEConfig(AttentionConfig):
         False, "choose experts in turn instead of by their scores, to measure speed and memory"
     )
     moe_enable_routing_replay: bool = option(
-        False, "let a script record the choices of the routers and replay them: core/transformer/moe/router_replay.py"
+        False, "let a script record the choices of the routers and replay them: core/transformer/moe/route_replay.py"
     )
     moe_expert_capacity_factor: float | None = option(
         None,

@@ -17,14 +17,14 @@ from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.experts import GroupedMLP
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.experts import ParallelExperts
+from megatron.core.transformer.moe.router import ParallelRouter
+from megatron.core.transformer.moe.shared_experts import ParallelSharedExperts
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 
 
-class MoELayer(nn.Module):
+class ParallelMoE(nn.Module):
     """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
 
     Every rank of the pipeline stage's experts (ep_etp), and every rank that shares samples must call, forward and backward.
@@ -36,11 +36,11 @@ class MoELayer(nn.Module):
         super().__init__()
         self.settings = config
         self.context = context
-        self.router = TopKRouter(config, layer, context)
-        self.experts = GroupedMLP(config, context)
+        self.router = ParallelRouter(config, layer, context)
+        self.experts = ParallelExperts(config, context)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
-            self.shared_experts = SharedExpertMLP(config, layer, context)
+            self.shared_experts = ParallelSharedExperts(config, layer, context)
 
     def forward(self, x: Tensor) -> Tensor:
         config = self.settings
@@ -95,5 +95,5 @@ class MoELayer(nn.Module):
 
 def mlp_of_layer(config: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
     """Return the MLP of a layer: a mixture of experts where --moe-layer-freq says so, else a dense one."""
-    kind = MoELayer if config.is_moe_layer(layer) else ParallelMLP
+    kind = ParallelMoE if config.is_moe_layer(layer) else ParallelMLP
     return kind(config, layer, context)

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
     kept: Tensor | None  # bool [s, b, K]; None: no choice is dropped
 
 
-class TopKRouter(ChangesAtStepEnd):
+class ParallelRouter(ChangesAtStepEnd):
     """forward(x [s, b, h], rows) -> `Routing`. rows: of each sample, those that x has. Every rank that has rows of the same
     samples must call.
 
@@ -68,7 +68,7 @@ class TopKRouter(ChangesAtStepEnd):
         self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp)}
         self.tokens_of_last_step: Tensor | None = None  # int64 [E], over all ranks
         self.idle_steps = torch.zeros(experts, dtype=torch.int64, device=tp.device)  # [E], since an expert had a token
-        self.replay: Any = None  # a `RouterReplay`
+        self.replay: Any = None  # a `RouteReplay`
         self.forget_counts()
 
         # ranks of tp have other tokens in training
