@@ -144,7 +144,7 @@ def calls_of(config: ModelConfig, layout: Layout) -> list[list[tuple[str, str, i
 SENT = [
     Layout(tp=2, dp=2, ep=2, m=1, data_parallel=zero(1)),
     Layout(tp=2, sp=True, dp=2, ep=4, etp=1, m=1, data_parallel=zero(1)),
-    pytest.param(Layout(dp=4, ep=4, m=1, data_parallel=zero(1)), marks=pytest.mark.full),
+    pytest.param(Layout(dp=4, ep=4, m=1, data_parallel=zero(1)), marks=pytest.mark.sweep),
 ]
 
 
