@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedule.registry import unchecked_step
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
-from megatron.core.transformer.model_config import tensor_parallel_problems
+from megatron.core.transformer.model_config import expert_parallel_problems, tensor_parallel_problems
 from megatron.training.arguments.checkpoint_to_load import latest_iteration_in
 from megatron.training.arguments.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.arguments.monitor_config import watch_problems
@@ -373,6 +373,23 @@ def _expert_problems(config: Config, _: int) -> Iterator[str]:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     sharded = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    model = config.transformer
+    tp = parallel.tensor_model_parallel_size
+    if model.has_experts:
+        yield from expert_parallel_problems(model, size, sharded)
+        shared = model.moe_shared_expert_intermediate_size or 0
+        if shared % tp:
+            yield (
+                f"--moe-shared-expert-intermediate-size ({shared}) must be a multiple of --tensor-model-parallel-size ({tp}); "
+                "change one"
+            )
+        rows = (config.data.seq_length or 0) // parallel.context_parallel_size
+        if rows % tp and not parallel.sequence_parallel_on:
+            yield (
+                f"--num-experts: tensor-parallel ranks divide the {rows} tokens of a sample among them before they are sent to "
+                f"experts, so --seq-length must be a multiple of --tensor-model-parallel-size ({tp}) x "
+                f"--context-parallel-size ({parallel.context_parallel_size}); change one"
+            )
     if config.data_parallel.fixed_order_grad_reduce and (size, sharded) != (1, parallel.tensor_model_parallel_size):
         yield (
             f"--fixed-order-grad-reduce is not built for experts on other ranks than the other layers "
