@@ -7,6 +7,7 @@ A script of its own, in a process of its own: that package is called `megatron`,
 """
 
 import contextlib
+import functools
 import importlib.machinery
 import os
 import sys
@@ -20,6 +21,7 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils._triton import has_triton_package  # noqa: E402
 
 # ---------------------------------------------------------------- what the package imports or asks of CUDA
 
@@ -41,6 +43,8 @@ class Anything:
 
 
 class TritonStub(types.ModuleType):
+    __version__ = "3.0.0"
+
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -58,7 +62,7 @@ class TritonFinder:
         pass
 
 
-torch.utils._triton.has_triton_package()  # torch remembers that there is none
+has_triton_package()  # torch remembers that there is none
 sys.meta_path.insert(0, TritonFinder())
 if not hasattr(typing, "override"):  # before Python 3.12
     typing.override = lambda function: function
@@ -69,12 +73,15 @@ torch.cuda.stream = lambda stream: contextlib.nullcontext()
 import megatron.core  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
 from megatron.core.transformer.moe import moe_utils, router  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 assert megatron.core.__file__.startswith(folder), megatron.core.__file__
 moe_utils.te_general_gemm = None  # a NameError without Transformer Engine
+# a sum over one rank is a view, to which experts with a bias add in place: an error of torch without a copy
+layers.reduce_from_tensor_model_parallel_region = lambda x, *inputs, **options: x.clone()
 recorded: list[tuple[str, float]] = []
 
 
@@ -124,6 +131,8 @@ def answer(case: dict) -> dict:
     options = dict(case["options"])
     if options.pop("swiglu", True):
         options |= {"gated_linear_unit": True, "activation_func": functional.silu}
+    else:  # the GELU of its fused kernel; without fusion it takes the exact one
+        options["activation_func"] = functools.partial(functional.gelu, approximate="tanh")
     config = TransformerConfig(
         num_layers=1, use_cpu_initialization=True, perform_initialization=False, bias_activation_fusion=False, **options
     )

@@ -7,23 +7,25 @@ from functools import cache, partial
 import pytest
 import torch
 from covering import Combined, covering
-from expert_models import BATCH, GPT2, LLAMA, ROUTERS, SUBJECT, zero
+from expert_models import BATCH, GPT2, LLAMA, ROUTERS, SUBJECT, unmasked, zero
 from local_ranks import run_ranks
-from tiny_run import Layout, Outcome, TinyTrainer, assert_equal, pieces_of_chunks, put_together
+from tiny_run import SEQ, Layout, Outcome, Subject, TinyTrainer, assert_equal, pieces_of_chunks, put_together
 from torch import Tensor
 
+from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.router import ParallelRouter
 
 
 class Found(dict):
     """What one rank knows: of `Outcome`, with the biases of its layers, and its calls of the last step."""
 
 
-def train(mesh: Mesh, config: ModelConfig, layout: Layout, steps: int) -> Found:
+def train(mesh: Mesh, config: ModelConfig, layout: Layout, steps: int, subject: Subject = SUBJECT) -> Found:
     optimizer = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
-    tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, optimizer=optimizer, subject=SUBJECT)
+    tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, optimizer=optimizer, subject=subject)
     found = Found(losses=[], norms=[], grads=[])
     for number in range(steps):
         with mesh.ledger.record() as calls:
@@ -42,10 +44,12 @@ def train(mesh: Mesh, config: ModelConfig, layout: Layout, steps: int) -> Found:
     return found
 
 
-def outcome(config: ModelConfig, layout: Layout, steps: int = 2) -> tuple[Outcome, dict[str, Tensor], list[Found]]:
+def outcome(
+    config: ModelConfig, layout: Layout, steps: int = 2, subject: Subject = SUBJECT
+) -> tuple[Outcome, dict[str, Tensor], list[Found]]:
     ranks = run_ranks(
         layout.sizes,
-        partial(train, config=layout.applied_to(config), layout=layout, steps=steps),
+        partial(train, config=layout.applied_to(config), layout=layout, steps=steps, subject=subject),
         delayed=layout.delayed,
         ranks_per_kv_head=config.ranks_per_kv_head(layout.tp),
         stages=layout.stages if layout.pp > 1 else None,
@@ -199,3 +203,98 @@ def test_every_layout_trains_as_one_process(layout: Layout, model: str, router: 
     for name, value in biases_of_one.items():
         assert torch.equal(biases[name], value), name
     assert router != "bias" or any(value.any() for value in biases.values())
+
+
+# ---------------------------------------------------------------- what Megatron's layouts change, by name
+
+BALANCED = {"moe_aux_loss_coeff": [0.3]}
+SCALED_LAYOUTS = [Layout(dp=4, ep=2, m=2), Layout(tp=2, sp=True, cp=2, ep=2, etp=1, m=4)]
+
+
+@pytest.mark.full
+def test_balancing_losses_have_one_scale_in_every_layout():
+    """Pull request 3768 of Megatron-LM names four scales that one coefficient has there: by the type of the loss, by the size of a
+    microbatch, by tensor- and context-parallel ranks, and by data-parallel ranks. If all samples are equal, all types have one value."""
+    equal_samples = replace(SUBJECT, sample=lambda number, texts=None: unmasked(0, texts))
+    expected = outcome(replace(LLAMA, **BALANCED), Layout(m=1), 1, equal_samples)[0]
+    without = outcome(LLAMA, Layout(m=1), 1, equal_samples)[0]
+    assert abs(expected.norms[0] - without.norms[0]) > 1e-3 * without.norms[0]
+    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+        config = replace(LLAMA, **BALANCED, moe_router_load_balancing_type=[kind])
+        for layout in SCALED_LAYOUTS:
+            assert_equal(outcome(config, layout, 1, equal_samples)[0], expected, 1e-10)
+
+
+@pytest.mark.full
+def test_the_z_loss_has_one_scale_in_every_layout():
+    config = replace(LLAMA, moe_z_loss_coeff=0.1)
+    expected = outcome(config, Layout(m=1), 1)[0]
+    for layout in SCALED_LAYOUTS:
+        assert_equal(outcome(config, layout, 1)[0], expected, 1e-10)
+
+
+Choices = dict[tuple[int, int, int], list[tuple[int, bool]]]
+
+
+def choices_of(config: ModelConfig, layout: Layout) -> Choices:
+    """(layer, sample, position) -> the experts of the token, and whether each keeps it."""
+
+    def work(mesh: Mesh) -> Choices:
+        tiny = TinyTrainer(mesh, layout.applied_to(config), layout, global_batch=BATCH, subject=SUBJECT)
+        found: Choices = {}
+
+        def note(router, inputs, routing) -> None:
+            positions = positions_of(inputs[1], routing.ids.shape[0], routing.ids.device).tolist()
+            for i, position in enumerate(positions):
+                for row, sample in enumerate(router.context.keys.samples):
+                    pairs = zip(routing.ids[i, row].tolist(), routing.kept[i, row].tolist(), strict=True)
+                    found[router.layer_number, sample, position] = list(pairs)
+
+        for module in tiny.model[0].module.modules():
+            if isinstance(module, ParallelRouter):
+                module.register_forward_hook(note)
+        tiny.step(0)
+        return found
+
+    ranks = run_ranks(layout.sizes, work, ranks_per_kv_head=config.ranks_per_kv_head(layout.tp))
+    return {key: value for rank in ranks for key, value in rank.items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_every_dispatcher_and_layout_drops_the_same_tokens_in_the_order_of_the_sample(policy: str):
+    config = replace(GPT2, moe_expert_capacity_factor=0.75, moe_token_drop_policy=policy)
+    expected = choices_of(config, Layout(m=1))
+    assert len(expected) == GPT2.num_layers * BATCH * SEQ
+    kept = [is_kept for pairs in expected.values() for _, is_kept in pairs]
+    assert sum(kept) <= 0.9 * len(kept)
+    if policy == "position":  # an expert that has dropped a token of a sample takes none of the later ones
+        full = set()
+        for layer, sample, position in sorted(expected):
+            for expert, is_kept in expected[layer, sample, position]:
+                assert not (is_kept and (layer, sample, expert) in full)
+                if not is_kept:
+                    full.add((layer, sample, expert))
+    alltoall = replace(config, moe_token_dispatcher_type="alltoall")
+    assert choices_of(alltoall, Layout(tp=2, sp=True, cp=2, ep=2, m=2)) == expected
+    assert choices_of(config, Layout(tp=2, dp=2, ep=4, etp=1, m=2)) == expected
+
+
+def test_the_expert_bias_moves_once_in_a_step_by_the_tokens_of_all_its_microbatches():
+    config = config_of("gpt2", "bias")
+
+    def work(mesh: Mesh, layout: Layout) -> dict[int, tuple[Tensor, Tensor]]:
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+        tiny.step(0)
+        routers = [module for module in tiny.model[0].module.modules() if isinstance(module, ParallelRouter)]
+        return {router.layer_number: (router.tokens_of_last_step, router.expert_bias) for router in routers}
+
+    layouts = [Layout(m=1), Layout(m=2), Layout(m=8), Layout(dp=2, ep=2, m=4)]
+    first, *others = [rank for layout in layouts for rank in run_ranks(layout.sizes, partial(work, layout=layout))]
+    for layer, (counts, bias) in first.items():
+        assert counts.sum() == BATCH * SEQ * config.moe_router_topk
+        mean = BATCH * SEQ * config.moe_router_topk / 8
+        by_hand = [2e-4 * ((count < mean) - (count > mean)) for count in counts.tolist()]
+        assert bias.tolist() == torch.tensor(by_hand, dtype=torch.float32).tolist() and bias.any()
+        for other in others:
+            assert torch.equal(other[layer][0], counts) and torch.equal(other[layer][1], bias)
