@@ -25,7 +25,7 @@ LEVELS = (
     "core.sharding core.parallel_state core.timers",
     "core.ops core.offload core.datasets core.utils",
     "core.tensor_parallel core.context_parallel core.dist_checkpointing core.distributed",
-    "core.pipeline_parallel",
+    "core.pipeline_parallel core.peft",
     "core.transformer core.optimizer",
     "core.models core.fusions core.extensions core.optimizer_param_scheduler convert",
     "core.inference",

@@ -723,7 +723,6 @@ REFUSED = by_flag(
             "--calc-ft-timeouts",
             "--inprocess-restart",
             "--adlr-autoresume",
-            "--sft",
             "--perform-rl-step",
             "--replication",
         ),
