@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -304,31 +305,7 @@ def build_sft_datasets(
         raise ConfigError(problems)
     rules = token_rules(config, tokenizer)
     blends = config.blends()
-    paths = list(dict.fromkeys(path for blend in blends if blend is not None for path in blend.prefixes))
-    encoder = make_encoder(config, tokenizer)
-    if problems := config.missing_files():
-        raise ConfigError(problems)
-    prefixes: dict[str, str] = {}
-    try:
-        for path in paths:
-            prefixes[path] = path
-            if sft_mask_prefix(path) is None:
-                prefix = _cached_prefix(path, config, encoder)
-                prefixes[path] = f"{prefix}{_TOKENS}"
-                if build.is_builder:
-                    encoder.form = None
-                    _encode_once(path, prefix, encoder, build)
-    finally:
-        if encoder.template is not None:
-            encoder.template.close()
-        build.wait()  # also after an error, or the other processes would wait forever
-
-    opened = {}
-    for path, prefix in prefixes.items():
-        try:
-            opened[path] = (IndexedDataset(prefix), IndexedDataset(sft_mask_prefix(prefix)))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: its tokens could not be made or read ({error})") from None
+    opened = _encode_and_open(config, tokenizer, build)
     shares = (1.0, 1.0, 1.0) if config.has_own_splits else parse_split(config.split_shares)
     datasets: list[SFTDataset | None] = []
     for number, (split, blend, count) in enumerate(zip(SPLIT_NAMES, blends, num_samples)):
@@ -367,6 +344,58 @@ def build_sft_datasets(
             f"{split}: {len(examples)} examples in {per_epoch} samples an epoch, {used:.0%} of their tokens used"
         )
     return tuple(datasets)
+
+
+def _encode_and_open(
+    config: DataConfig, tokenizer: Any, build: BuildContext, polls: bool = False
+) -> dict[str, tuple[IndexedDataset, IndexedDataset]]:
+    """Return (tokens, masks) of each data path. The builder encodes; the others wait, with `polls` for its files."""
+    if problems := config.missing_files():
+        raise ConfigError(problems)
+    paths = dict.fromkeys(path for blend in config.blends() if blend is not None for path in blend.prefixes)
+    encoder = make_encoder(config, tokenizer)
+    prefixes: dict[str, str] = {}
+    try:
+        for path in paths:
+            prefixes[path] = path
+            if sft_mask_prefix(path) is not None:
+                continue
+            prefix = _cached_prefix(path, config, encoder)
+            prefixes[path] = f"{prefix}{_TOKENS}"
+            if build.is_builder:
+                encoder.form = None
+                _encode_once(path, prefix, encoder, build)
+            while polls and not build.is_builder and not Path(f"{prefix}.json").is_file():
+                time.sleep(0.2)  # the launcher ends this process if the builder fails
+    finally:
+        if encoder.template is not None:
+            encoder.template.close()
+        build.wait()  # also after an error, or the other processes would wait forever
+
+    opened = {}
+    for path, prefix in prefixes.items():
+        try:
+            opened[path] = (IndexedDataset(prefix), IndexedDataset(sft_mask_prefix(prefix)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: its tokens could not be made or read ({error})") from None
+    return opened
+
+
+def samples_of_epochs(config: DataConfig, tokenizer: Any, seed: int, epochs: int, *, is_builder: bool) -> int:
+    """Return the training samples of so many epochs, before any process group exists. The builder encodes the files."""
+    build = BuildContext(is_builder=is_builder, say=lambda line: None)
+    opened = _encode_and_open(config, tokenizer, build, polls=True)
+    blend = config.blends()[0]
+    if blend is None:
+        raise ConfigError("no training data: give --data-path or --train-data-path")
+    share = None if config.has_own_splits else (parse_split(config.split_shares), 0)
+    _, _, examples = _examples_of_split([opened[path] for path in blend.prefixes], share, config.seq_length)
+    if not len(examples):
+        raise ConfigError(
+            f"{', '.join(blend.prefixes)} have no training examples; use more data or a larger --seq-length"
+        )
+    rules = token_rules(config, tokenizer)
+    return len(SFTDataset(examples, config.seq_length, rules, seed, None, epochs, config.sft_packing))
 
 
 def _examples_of_split(

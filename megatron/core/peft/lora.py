@@ -40,7 +40,7 @@ def kaiming_uniform(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One pair (A, B). values: (A [rank, in], B [out, rank]) of the whole pair, in the row order of the part; None: new."""
+    """One pair (A, B). values: (A [rank, in], B [out, rank]) of the whole pair, in the rows' order of the part; None: new."""
 
     rank: int
     scale: float
@@ -234,13 +234,12 @@ def add_lora(
     config: LoRAConfig,
     *,
     whole: Collection[str] = (),
-    given: Callable[[str, str], Adapter | None] | None = None,
+    values: Callable[[str, str], tuple[Tensor, Tensor]] | None = None,
 ) -> list[str]:
     """Freeze a model chunk and give its linears adapters; return the names of those with one.
 
-    whole: fused linears that all-linear gives one adapter for all rows. given(name, part): the adapter of a part of a
-    linear, with its values; None: it has none. It replaces the targets of `config`. Raises ConfigError for targets that the
-    chunk lacks where it has layers.
+    whole: fused linears that all-linear gives one adapter for all rows. values(name, part): the (A, B) with which the adapter
+    of a linear begins, where no checkpoint has it. Raises ConfigError for targets that the chunk's layers lack.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
@@ -250,25 +249,24 @@ def add_lora(
     def make(name: str, linear: ParallelLinear) -> nn.Module | None:
         last = name.rsplit(".", 1)[-1]
         rows = fused_rows(linear)
-        if given is None:
-            parts = parts_of(last, len(rows.sizes) > 1, config.lora_target_modules, whole)
-            adapters = {part: Adapter(config.lora_rank, config.scale) for part in parts}
-        else:
-            offered = {part: given(name, part) for part in (WHOLE, *(rows.sizes if len(rows.sizes) > 1 else ()))}
-            adapters = {part: adapter for part, adapter in offered.items() if adapter is not None}
-        if not adapters:
+        parts = parts_of(last, len(rows.sizes) > 1, config.lora_target_modules, whole)
+        if not parts:
             return None
+        adapters = {}
+        for part in parts:
+            begins_with = None if values is None else values(name, part)
+            adapters[part] = Adapter(config.lora_rank, config.scale, begins_with)
         found.setdefault(last, set()).update(adapters)
         is_column = isinstance(linear, ColumnParallelLinear)
         dropout = None
         if config.lora_dropout > 0:
             dropout = _dropout(name, linear, config.lora_dropout, context)
-        if given is None:
+        if values is None:
             return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, dropout)
         return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
 
     names = replace_linears(chunk, make, output_layer=True)
-    if given is None and names:
+    if names:
         own = [name for name in config.lora_target_modules if name not in ("output_layer", "lm_head")]
         check_targets_found(own, found)
     return names
