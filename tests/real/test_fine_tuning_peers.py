@@ -45,7 +45,12 @@ def their_losses(model: torch.nn.Module, folder: Path, data: Path) -> list[float
     """Each example alone, in the order and number in which ours packs them."""
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
     config = DataConfig(
-        data_path=[str(data)], split="1,0,0", seq_length=LENGTH, sft=True, reset_position_ids=True, reset_attention_mask=True
+        data_path=[str(data)],
+        split="1,0,0",
+        seq_length=LENGTH,
+        sft=True,
+        reset_position_ids=True,
+        reset_attention_mask=True,
     )
     train, _, _ = build_sft_datasets(config, tokenizer, [STEPS * BATCH, 0, 0], 1234, say=lambda line: None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -99,7 +104,9 @@ def test_losses_and_adapters_are_those_of_peft(kind: str, tmp_path: Path, capsys
     assert ours == pytest.approx(theirs, abs=1e-4) and ours[-1] < ours[0]
     assert lora_tool.main(["--load", f"{tmp_path}/ours", "--save-peft", f"{tmp_path}/exported"]) == 0
     model.save_pretrained(tmp_path / "trained")
-    exported, trained = (read_safetensors(tmp_path / name / "adapter_model.safetensors") for name in ("exported", "trained"))
+    exported, trained = (
+        read_safetensors(tmp_path / name / "adapter_model.safetensors") for name in ("exported", "trained")
+    )
     assert exported.keys() == trained.keys()
     assert all(abs(exported[name] - trained[name]).max() < 1e-3 for name in trained)
 
@@ -113,7 +120,9 @@ def test_losses_and_adapters_are_those_of_peft(kind: str, tmp_path: Path, capsys
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
 
     # theirs -> ours -> theirs keeps every bit
-    our_losses(folder, data, capsys, f"--lora-adapter {tmp_path}/theirs --save {tmp_path}/kept --lr 1e-30 --train-iters 1")
+    our_losses(
+        folder, data, capsys, f"--lora-adapter {tmp_path}/theirs --save {tmp_path}/kept --lr 1e-30 --train-iters 1"
+    )
     assert lora_tool.main(["--load", f"{tmp_path}/kept", "--save-peft", f"{tmp_path}/again"]) == 0
     before, after = (read_safetensors(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "again"))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
@@ -133,7 +142,12 @@ TURNS = [
     [{"role": "user", "content": "only a question"}],
     [{"role": "assistant", "content": "begins"}, {"role": "user", "content": "x"}],
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d <é>", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "d <é>", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 WRITTEN = {
     "chatml": CHATML,
     "blocks": CHATML_BLOCKS,
@@ -203,7 +217,9 @@ def test_templates_of_published_tokenizers_render_as_transformers_renders(name: 
         pytest.skip(f"{folder} is not there; bash tests/real.sh fetches it")
     template = ChatTemplate.of_tokenizer(str(folder / "tokenizer.json"))
     if template is None:
-        pytest.skip(f"{json.loads((folder / 'tokenizer_config.json').read_text()).get('tokenizer_class')}: without a template")
+        pytest.skip(
+            f"{json.loads((folder / 'tokenizer_config.json').read_text()).get('tokenizer_class')}: without a template"
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with template as mine:
         assert compare(mine, tokenizer, None) > 0

@@ -33,7 +33,10 @@ CONFIGS = {
         replace(LLAMA, num_query_groups=4),
         LoRAConfig(lora_rank=3, use_rslora=True, lora_target_modules=["q_proj", "v_proj", "up_proj", "output_layer"]),
     ),
-    "whole": (GPT2, LoRAConfig(lora_rank=2, lora_target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])),
+    "whole": (
+        GPT2,
+        LoRAConfig(lora_rank=2, lora_target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]),
+    ),
 }
 
 
@@ -63,7 +66,11 @@ ALWAYS = {("tp sp pp", "parts"), ("tp shared heads", "some parts")}
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(layout, case, marks=[] if (layout, case) in ALWAYS else pytest.mark.full if i % 3 == j % 3 else pytest.mark.sweep)
+        pytest.param(
+            layout,
+            case,
+            marks=[] if (layout, case) in ALWAYS else pytest.mark.full if i % 3 == j % 3 else pytest.mark.sweep,
+        )
         for i, layout in enumerate(LAYOUTS)
         for j, case in enumerate(CONFIGS)
     ],
