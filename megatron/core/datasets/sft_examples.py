@@ -107,13 +107,13 @@ class SFTEncoder:
         parts = [messages[: k + 1] for k in answers] if self.split_turns else [messages]
         for part in parts:
             try:
-                rendered = template.render_answers(part, **variables)
+                rendered = template.render_answers(part, last=self.split_turns, **variables)
             except ChatTemplateError as error:
                 raise UnusableRecord(str(error)) from None
             spans = rendered.spans
             if first_answer and not self.split_turns:
                 spans = spans[len([m for m in messages[:first_answer] if m["role"] == "assistant"]) :]
-            yield self._of_spans(rendered.text, spans[-1:] if self.split_turns else spans)
+            yield self._of_spans(rendered.text, spans)
 
     def _checked_template(self) -> ChatTemplate:
         name = tokenizer_name(self.tokenizer)

@@ -77,15 +77,17 @@ class ChatTemplate:
         request = {"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables}
         return self._ask(request)["text"]
 
-    def render_answers(self, messages: Messages, **variables: Any) -> Rendered:
-        """Return the text of a conversation, and what of it the assistant wrote.
+    def render_answers(self, messages: Messages, *, last: bool = False, **variables: Any) -> Rendered:
+        """Return the text of a conversation, and what of it the assistant wrote; last: only its last message.
 
         They are the template's {% generation %} blocks. A template without them is rendered twice for each answer: up to the
         answer, with the prompt that begins one, and with it; the difference is the answer. Raises ChatTemplateError, also for
         a template that renders earlier turns otherwise once others follow.
         """
-        reply = self._ask({"messages": messages, "answers": True, "variables": variables})
-        return Rendered(reply["text"], [tuple(span) for span in reply["spans"]])
+        first = len(messages) - 1 if last else 0
+        reply = self._ask({"messages": messages, "answers": True, "first": first, "variables": variables})
+        spans = [tuple(span) for span in reply["spans"]]
+        return Rendered(reply["text"], spans[-1:] if last else spans)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         seconds = _SECONDS

@@ -88,14 +88,14 @@ class Renderer:
             parts.append(part)
         return "".join(parts)
 
-    def answers(self, messages: list, variables: dict) -> tuple[str, list[list[int]]]:
-        """Return the text and the spans of the assistant's parts."""
+    def answers(self, messages: list, variables: dict, first: int) -> tuple[str, list[list[int]]]:
+        """Return the text and the spans of the assistant's parts; without blocks only those from message `first` on."""
         if self.has_blocks:
             return without_marks(self.render(messages, variables, marks=True))
         text = self.render(messages, variables)
         spans = []
         for k, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if message.get("role") != "assistant" or k < first:
                 continue
             # An answer that follows another has no prompt of its own, where the template joins them.
             before = self.render(messages[:k], variables, add_generation_prompt=True) if k else ""
@@ -136,7 +136,7 @@ def without_marks(marked: str) -> tuple[str, list[list[int]]]:
 def answer(renderer: Renderer, request: dict) -> dict:
     messages, variables = request["messages"], request["variables"]
     if request.get("answers"):
-        text, spans = renderer.answers(messages, variables)
+        text, spans = renderer.answers(messages, variables, request["first"])
         return {"text": text, "spans": spans}
     prompt = request["add_generation_prompt"]
     return {"text": renderer.render(messages, variables, add_generation_prompt=prompt)}

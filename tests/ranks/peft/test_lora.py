@@ -52,7 +52,7 @@ def adapted(config, lora: LoRAConfig, **parts) -> nn.Module:
 def run_adapted(case: str, layout: Layout) -> Outcome:
     config, lora = CONFIGS[case]
     subject = replace(GPT, make=partial(adapted, lora=lora))
-    return run(config, layout, subject=subject, steps=2, global_batch=4 if layout.tp == 8 else 4)
+    return run(config, layout, subject=subject, steps=2, global_batch=4)
 
 
 @cache

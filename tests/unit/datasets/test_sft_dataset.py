@@ -80,9 +80,11 @@ def test_each_answer_may_be_an_example_of_its_own(tmp_path: Path):
     """As a template needs that drops the thinking of earlier turns."""
     thinking = CHATML.replace("+ m.content +", "+ ('hm ' if loop.last and m.role == 'assistant' else '') + m.content +")
     record = {"messages": MESSAGES}
-    with pytest.raises(UnusableRecord, match="turn 2 is rendered otherwise once other turns follow.*--sft-split-turns"):
+    with pytest.raises(
+        UnusableRecord, match=r"turn 2 is rendered otherwise once other turns follow.*--sft-split-turns"
+    ):
         encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, thinking)), record)
-    config = config_of(sft_split_turns=True)
+    config = DataConfig(sft=True, sft_split_turns=True, reset_position_ids=True, reset_attention_mask=True)
     first, second = encoded(make_encoder(config, tokenizer_in(tmp_path, thinking)), record)
     assert first.endswith("assistant\n>>>hm yo<|im_end|><<<\n") and second.count(">>>") == 1
     assert "\nyo<|im_end|>" in second and second.endswith(">>>hm no<|im_end|><<<\n")
