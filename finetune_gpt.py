@@ -75,7 +75,9 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     values = None
     if lora.lora_adapter is not None:
         values = values_of(peft_folder_of(lora.lora_adapter, args.pretrained_checkpoint)[0], lora)
-    add_lora(model, lora, whole=fused_in_hf("GPTModel", config, get_runtime().vocab_size), values=values)
+    context = model.context
+    whole = fused_in_hf("GPTModel", config, get_runtime().vocab_size)
+    add_lora(model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows)
     return model
 
 

@@ -180,7 +180,8 @@ def targets_of(folder: PeftFolder, model: ModelConfig) -> list[str]:
     uneven = [name for name, count in counts.items() if count != (1 if name == "output_layer" else model.num_layers)]
     if uneven:
         raise ConfigError(
-            f"{folder.folder} has adapters of {', '.join(uneven)} on some layers alone, which is not built; merge it with PEFT first"
+            f"{folder.folder} has adapters of {', '.join(uneven)} on some layers alone, which is not built; merge it with "
+            "PEFT first"
         )
     return list(counts)
 

@@ -34,8 +34,14 @@ from megatron.core.datasets.gpt_samples import TokenRules, token_rules
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset, token_dtype
-from megatron.core.datasets.sft_examples import SFTEncoder, UnusableRecord, marked_text, read_json_line
-from megatron.core.datasets.vocab_check import concatenate_checked
+from megatron.core.datasets.sft_examples import (
+    SFTEncoder,
+    UnusableRecord,
+    fast_tokenizer_of,
+    marked_text,
+    read_json_line,
+)
+from megatron.core.datasets.vocab_check import concatenate_checked, tokenizer_name
 from megatron.core.storage.atomic_file import atomic_file
 from megatron.core.tokenizers.chat_template import ChatTemplate
 from megatron.core.tokenizers.hf_special_tokens import read_json_object
@@ -154,13 +160,13 @@ class SFTDataset:
 
 def make_encoder(config: DataConfig, tokenizer: Any) -> SFTEncoder:
     """Return the encoder of a run. Raises ConfigError for a template that cannot be read."""
-    path = getattr(tokenizer, "path", None)
+    fast = fast_tokenizer_of(tokenizer)
     template = None
     ends: set[int] = set()
     try:
-        if path is not None and hasattr(tokenizer, "library"):
-            template = ChatTemplate.of_tokenizer(path, config.chat_template)
-            ends = stop_ids_beside(path)
+        if fast is not None:
+            template = ChatTemplate.of_tokenizer(fast.path, config.chat_template)
+            ends = stop_ids_beside(fast.path)
         elif config.chat_template is not None:
             raise ValueError(
                 "--chat-template needs --tokenizer-type HuggingFaceTokenizer, whose tokens tell the characters they stand for"
@@ -248,18 +254,18 @@ def _cached_prefix(path: str, config: DataConfig, encoder: SFTEncoder) -> Path:
         while block := file.read(1 << 20):
             digest.update(block)
     template = encoder.template
-    tokenizer_path = getattr(encoder.tokenizer, "path", None)
+    fast = encoder.fast
     settings = {
         "format": _FORMAT,
         "template": None if template is None else [template.source, template.special_tokens],
         "split_turns": encoder.split_turns,
         "ends": sorted(encoder.end_ids),
-        "tokenizer": [type(encoder.tokenizer).__name__, encoder.tokenizer.vocab_size],
-        "changes": getattr(encoder.tokenizer, "hashed_changes", None),
+        "tokenizer": [tokenizer_name(encoder.tokenizer) if fast is None else "", encoder.tokenizer.vocab_size],
+        "changes": None if fast is None else fast.hashed_changes,
     }
     digest.update(json.dumps(settings, sort_keys=True).encode())
-    if tokenizer_path is not None and os.path.isfile(tokenizer_path):
-        digest.update(Path(tokenizer_path).read_bytes())
+    if fast is not None:
+        digest.update(Path(fast.path).read_bytes())
     folder = Path(config.data_cache_path or Path(path).resolve().parent / "cache")
     return folder / "SFTDataset" / digest.hexdigest()[:32]
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.datasets.vocab_check import tokenizer_name
+from megatron.core.datasets.vocab_check import CappedVocabTokenizer, tokenizer_name
+from megatron.core.tokenizers.bpe_wordpiece_tiktoken import FastTokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
 
 # ShareGPT's names of roles, and ours
@@ -60,10 +61,14 @@ class SFTEncoder:
     split_turns: bool = False
     end_ids: frozenset[int] = frozenset()  # tokens that end a turn: the folder's stop ids
     form: str | None = None
-    special_ids: frozenset[int] = field(init=False)
+    fast: FastTokenizer | None = field(init=False)  # the tokenizer, if it tells which characters a token stands for
+    special_ids: frozenset[int] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        self.special_ids = frozenset(_added_special_ids(self.tokenizer))
+        self.fast = fast_tokenizer_of(self.tokenizer)
+        if self.fast is not None:
+            added = self.fast.library.get_added_tokens_decoder()
+            self.special_ids = frozenset(i for i, token in added.items() if token.special)
         eod = self.tokenizer.eod
         if eod is not None:
             self.end_ids = self.end_ids | {eod}
@@ -122,7 +127,7 @@ class SFTEncoder:
                 f"the data are conversations, but {name} has no chat template; give one with --chat-template FILE, or data "
                 "with the keys prompt and completion"
             )
-        if not hasattr(self.tokenizer, "library"):
+        if self.fast is None:
             raise ConfigError(
                 f"the data are conversations, and {name} does not tell which characters a token stands for; use "
                 "--tokenizer-type HuggingFaceTokenizer, or data with the keys prompt and completion"
@@ -131,8 +136,8 @@ class SFTEncoder:
 
     def _of_spans(self, text: str, spans: list[tuple[int, int]]) -> Example:
         """Return the tokens of a rendered conversation; those that begin inside a span give loss, and the turn's end."""
-        with self.tokenizer.library_errors():
-            encoding = self.tokenizer.library.encode(text, add_special_tokens=False)  # the template has its own
+        with self.fast.library_errors():
+            encoding = self.fast.library.encode(text, add_special_tokens=False)  # the template has its own
         ids = np.array(encoding.ids, np.int64)
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         is_trained = np.zeros(len(ids), np.uint8)
@@ -179,10 +184,10 @@ class SFTEncoder:
         """Return the ids of a text. begins: with what the tokenizer puts before a text, such as <s>."""
         tokenizer = self.tokenizer
         try:
-            if not hasattr(tokenizer, "library"):
+            if self.fast is None:
                 return list(tokenizer.tokenize(text)) if text else []
-            with tokenizer.library_errors():
-                ids = tokenizer.library.encode(text, add_special_tokens=begins).ids
+            with self.fast.library_errors():
+                ids = self.fast.library.encode(text, add_special_tokens=begins).ids
         except ValueError as error:
             raise UnusableRecord(str(error)) from None
         if begins and ids and ids[-1] == tokenizer.eod and not text.endswith(tokenizer.detokenize([tokenizer.eod])):
@@ -285,11 +290,10 @@ def read_json_line(line: bytes) -> Any:
         raise UnusableRecord("is not valid JSON in UTF-8") from None
 
 
-def _added_special_ids(tokenizer: Any) -> list[int]:
-    library = getattr(tokenizer, "library", None)
-    if library is None:
-        return []
-    return [i for i, token in library.get_added_tokens_decoder().items() if token.special]
+def fast_tokenizer_of(tokenizer: Any) -> FastTokenizer | None:
+    """Return the tokenizer as one of the library `tokenizers`; None for another kind."""
+    inner = tokenizer.tokenizer if isinstance(tokenizer, CappedVocabTokenizer) else tokenizer
+    return inner if isinstance(inner, FastTokenizer) else None
 
 
 def marked_text(example: Example, tokenizer: Any) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megatron.core.ops.dropout_masks import MaskWords, column_words
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
-from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, check_targets_found, parts_of
 from megatron.core.sharding.boxes import slices
@@ -71,7 +70,7 @@ class LoRA(nn.Module):
         self.weight = linear.weight  # by the linear's names
         self.bias = linear.bias
         self.matmul_state = linear.matmul_state  # of a MatmulBackend
-        object.__setattr__(self, "linear", linear)  # no submodule: it would give its parameters a second name
+        vars(self).update(linear=linear)  # no submodule: it would give its parameters a second name
         self.tp = linear.tp
         self.adapters = adapters  # by part
         self.lora_dropout = dropout
@@ -195,7 +194,7 @@ def fused_rows(linear: ParallelLinear) -> FusedRows:
             queries = placement.rows[0]
             sizes[qkv[0]] = queries.stop - queries.start
         return FusedRows(sizes, local // sum(sizes.values()))
-    if len(getattr(linear, "blocks", ())) == len(gated):
+    if isinstance(linear, ColumnParallelLinear) and len(linear.blocks) == len(gated):
         ranks = linear.tp.axis.size
         return FusedRows({part: block // ranks for part, block in zip(gated, linear.blocks)}, 1)
     return FusedRows({WHOLE: local}, 1)
@@ -235,15 +234,17 @@ def add_lora(
     *,
     whole: Collection[str] = (),
     values: Callable[[str, str], tuple[Tensor, Tensor]] | None = None,
+    keys: SampleDropoutKeys | None = None,
+    rows_of_sample: SequenceShard = SequenceShard(),  # noqa: B008  (frozen)
 ) -> list[str]:
     """Freeze a model chunk and give its linears adapters; return the names of those with one.
 
     whole: fused linears that all-linear gives one adapter for all rows. values(name, part): the (A, B) with which the adapter
-    of a linear begins, where no checkpoint has it. Raises ConfigError for targets that the chunk's layers lack.
+    of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's `LayerContext`, for dropout.
+    Raises ConfigError for targets that the chunk's layers lack.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
-    context = getattr(chunk, "context", None)
     found: dict[str, set[str]] = {}
 
     def make(name: str, linear: ParallelLinear) -> nn.Module | None:
@@ -260,7 +261,7 @@ def add_lora(
         is_column = isinstance(linear, ColumnParallelLinear)
         dropout = None
         if config.lora_dropout > 0:
-            dropout = _dropout(name, linear, config.lora_dropout, context)
+            dropout = _dropout(name, linear, config.lora_dropout, keys, rows_of_sample)
         if values is None:
             return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, dropout)
         return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
@@ -272,12 +273,11 @@ def add_lora(
     return names
 
 
-def _dropout(name: str, linear: ParallelLinear, probability: float, context: object) -> AdapterDropout:
-    """Return the dropout of an adapter's input. context: the `LayerContext` of the chunk."""
-    keys: SampleDropoutKeys = context.keys
-    cp: Axis = context.cp.axis
+def _dropout(
+    name: str, linear: ParallelLinear, probability: float, keys: SampleDropoutKeys, rows: SequenceShard
+) -> AdapterDropout:
+    """Return the dropout of an adapter's input. rows: those of a sample that this rank has between layers."""
     if isinstance(linear, RowParallelLinear):
-        width = linear.weight.shape[1]
-        return AdapterDropout(probability, keys, f"lora {name}", SequenceShard(cp, ALONE), linear.tp.axis.rank * width)
-    rows = SequenceShard(cp, linear.tp.sequence_axis or ALONE)
+        first_column = linear.tp.axis.rank * linear.weight.shape[1]
+        return AdapterDropout(probability, keys, f"lora {name}", rows.within_layers, first_column)
     return AdapterDropout(probability, keys, f"lora {name}", rows, 0)

@@ -42,7 +42,7 @@ CONFIGS = {
 
 def adapted(config, lora: LoRAConfig, **parts) -> nn.Module:
     model = GPT.make(config, **parts)
-    add_lora(model, lora)
+    add_lora(model, lora, keys=model.context.keys, rows_of_sample=model.context.rows)
     for name, parameter in model.named_parameters():
         if "lora_b" in name:  # else A has no gradient in the first step
             parameter.placement = replace(parameter.placement, init=Normal(0.1))
