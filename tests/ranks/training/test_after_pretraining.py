@@ -80,8 +80,16 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch, capsys):
     # the folders that the page makes
     (tuned,) = Path("tuned").iterdir()
     assert json.loads((tuned / "tokenizer_config.json").read_text())["chat_template"] == CHATML
-    base, again = (read_safetensors(Path(name) / "model.safetensors") for name in ("Llama-3.2-1B-Instruct", "Llama-untuned"))
+    base, again = (
+        read_safetensors(Path(name) / "model.safetensors") for name in ("Llama-3.2-1B-Instruct", "Llama-untuned")
+    )
     merged = read_safetensors(Path("Llama-tuned/model.safetensors"))
     assert base.keys() == again.keys() == merged.keys()
-    assert max(abs(base[name] - again[name]).max() for name in base) < 2e-6 < max(abs(base[name] - merged[name]).max() for name in base)
-    assert (Path("Llama-tuned/tokenizer_config.json").read_bytes()) == (Path("Llama-3.2-1B-Instruct/tokenizer_config.json").read_bytes())
+    assert (
+        max(abs(base[name] - again[name]).max() for name in base)
+        < 2e-6
+        < max(abs(base[name] - merged[name]).max() for name in base)
+    )
+    assert (Path("Llama-tuned/tokenizer_config.json").read_bytes()) == (
+        Path("Llama-3.2-1B-Instruct/tokenizer_config.json").read_bytes()
+    )

@@ -27,6 +27,7 @@ WATCHES = "tests/processes/test_documents.py::test_the_page_about_watching_shows
 PREPARES = "tests/unit/tools/test_data_tools.py::test_every_command_of_the_page_runs"
 CONFIGURES = "tests/processes/test_documents.py::test_what_configure_writes_trains"
 WALKS = "tests/processes/test_documents.py::test_the_walkthrough_shows_what_its_commands_print"
+TUNES = "tests/ranks/training/test_after_pretraining.py::test_every_command_of_the_page_works"
 EXCHANGES = "tests/processes/test_documents.py::test_a_description_leads_to_text_and_on_to_a_longer_context"
 TRAINS_A_BERT = "tests/processes/test_bert.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs it, word for word, or "not run: why".
@@ -70,6 +71,16 @@ COMMANDS = {
         "python tools/checkpoint_convert.py ...": EXCHANGES,
         "python tools/generate.py ...": EXCHANGES,
         "torchrun --nproc-per-node 2 pretrain_gpt.py ...": EXCHANGES,
+    },
+    "docs/after_pretraining.md": {
+        "python finetune_gpt.py ...": TUNES,
+        "torchrun --nproc-per-node 2 finetune_gpt.py ...": TUNES,
+        "python pretrain_gpt.py ...": TUNES,
+        "python tools/generate.py ...": TUNES,
+        "python tools/lora.py ...": TUNES,
+        "python tools/preprocess_data.py ...": TUNES,
+        "python tools/train_tokenizer.py ...": TUNES,
+        "python -c ...": TUNES,
     },
     "docs/offload.md": {
         "python pretrain_gpt.py ...": "tests/processes/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without"

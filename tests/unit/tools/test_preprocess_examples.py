@@ -27,7 +27,13 @@ def test_files_give_the_samples_of_the_lines(workers: int, tmp_path: Path, capsy
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "model")))
     datasets = []
     for data in (path, tmp_path / "out_sft_document"):
-        settings = {"seq_length": 80, "split": "1,0,0", "sft": True, "reset_position_ids": True, "reset_attention_mask": True}
+        settings = {
+            "seq_length": 80,
+            "split": "1,0,0",
+            "sft": True,
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+        }
         config = DataConfig(data_path=[str(data)], **settings)
         datasets.append(build_sft_datasets(config, tokenizer, [30, 0, 0], 7, say=lambda line: None)[0])
     lines, files = datasets
