@@ -60,19 +60,15 @@ def one_process(case: str) -> Outcome:
     return run_adapted(case, Layout())
 
 
-ALWAYS = {("tp sp pp", "parts"), ("tp shared heads", "some parts")}
+FULL = {("tp sp pp", "parts"), ("zb cp", "whole")}
 
 
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        pytest.param(
-            layout,
-            case,
-            marks=[] if (layout, case) in ALWAYS else pytest.mark.full if i % 3 == j % 3 else pytest.mark.sweep,
-        )
-        for i, layout in enumerate(LAYOUTS)
-        for j, case in enumerate(CONFIGS)
+        pytest.param(layout, case, marks=pytest.mark.full if (layout, case) in FULL else pytest.mark.sweep)
+        for layout in LAYOUTS
+        for case in CONFIGS
     ],
 )
 def test_every_layout_trains_adapters_as_one_process(layout: str, case: str):

@@ -59,7 +59,7 @@ def obey(command: str) -> None:
     elif program == "pretrain_gpt.py":
         run([*words, *TINY.split(), "--train-iters", "2", "--lr-warmup-iters", "1"], script=pretrain_gpt, tiny=[])
     else:
-        more = "--max-new-tokens 4 --device cpu".split() if "generate" in program else []
+        more = ["--max-new-tokens", "4", "--device", "cpu"] if "generate" in program else []
         assert TOOLS[Path(program).stem].main(words + more) == 0
 
 

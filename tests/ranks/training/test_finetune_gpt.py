@@ -69,8 +69,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "lora"),
     [
-        pytest.param("tp sp zero 3", LORA),
-        pytest.param("pp cp", "", marks=pytest.mark.full),
+        pytest.param("tp sp zero 3", LORA, marks=pytest.mark.full),
+        pytest.param("pp cp", "", marks=pytest.mark.sweep),
         pytest.param("pp cp", LORA, marks=pytest.mark.sweep),
         pytest.param("tp sp zero 3", "", marks=pytest.mark.sweep),
     ],
@@ -91,7 +91,9 @@ def test_any_layout_trains_packed_examples_as_one_process(layout: str, lora: str
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lora", ["", LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param("", marks=pytest.mark.sweep, id="all weights"), pytest.param(LORA, id="adapters")]
+)
 def test_a_resume_is_bit_for_bit_and_the_base_keeps_its_bytes(lora: str, base: Path, tmp_path: Path, capsys):
     before = {path.name: path.read_bytes() for path in (base / "model").iterdir()}
     (whole,) = train(base, {}, f"{lora} --train-iters 4 --save {tmp_path}/whole")
