@@ -2,7 +2,6 @@
 
 import glob
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -41,8 +40,8 @@ def train(words: list[str]) -> None:
 
 def obey(command: str) -> None:
     """Run one command of the page."""
-    command = re.sub(r"\$\(ls -d (\S+) \| tail -n 1\)", lambda match: sorted(glob.glob(match[1]))[-1], command)
     program, *words = shlex.split(command.replace("python ", "", 1))
+    words = [(glob.glob(word) or [word])[0] for word in words]  # as a shell does
     if program == "torchrun":
         flags = " ".join(words[3:]) + TINY
         script = Script(flags)
@@ -66,6 +65,7 @@ def obey(command: str) -> None:
 @pytest.mark.full
 def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    Path("finetune_gpt.py").symlink_to(ROOT / "finetune_gpt.py")
     write_model(Path("Llama-3.2-1B-Instruct"))
     write_lines(Path("chats.jsonl"), chats(40))
     Path("runs/speeches").mkdir(parents=True)
@@ -78,18 +78,18 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch, capsys):
     assert "<|im_start|>assistant\n>>>It is 0.<|im_end|><<<" in said
 
     # the folders that the page makes
-    (tuned,) = Path("tuned").iterdir()
+    (tuned,) = Path("runs/tuned").iterdir()
     assert json.loads((tuned / "tokenizer_config.json").read_text())["chat_template"] == CHATML
     base, again = (
-        read_safetensors(Path(name) / "model.safetensors") for name in ("Llama-3.2-1B-Instruct", "Llama-untuned")
+        read_safetensors(Path(name) / "model.safetensors") for name in ("Llama-3.2-1B-Instruct", "runs/llama-untuned")
     )
-    merged = read_safetensors(Path("Llama-tuned/model.safetensors"))
+    merged = read_safetensors(Path("runs/llama-tuned/model.safetensors"))
     assert base.keys() == again.keys() == merged.keys()
     assert (
         max(abs(base[name] - again[name]).max() for name in base)
         < 2e-6
         < max(abs(base[name] - merged[name]).max() for name in base)
     )
-    assert (Path("Llama-tuned/tokenizer_config.json").read_bytes()) == (
+    assert (Path("runs/llama-tuned/tokenizer_config.json").read_bytes()) == (
         Path("Llama-3.2-1B-Instruct/tokenizer_config.json").read_bytes()
     )

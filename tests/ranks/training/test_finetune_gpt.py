@@ -8,14 +8,21 @@ import pytest
 import torch
 from local_ranks import run_ranks
 from script_run import settings_of, trainer_of
-from sft_folder import CHATML, chats, read_safetensors, write_lines, write_model
+from sft_folder import CHATML, VOCABULARY, chats, read_safetensors, write_lines, write_model
 
 import finetune_gpt
-from megatron.core.base.dataclass_flags import ConfigError
+from megatron.convert import open_foreign
+from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
+from megatron.core.inference.generate import generate
+from megatron.core.inference.load_model import load_gpt
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.peft.lora_config import LoRAConfig
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.validation import check
+from tools import lora as lora_tool
 
 SIZES = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1"
@@ -158,9 +165,6 @@ def test_bad_settings_are_one_line(more: str, problem: str, base: Path):
         check(config, 1)
         if problems := config.data.missing_files():
             raise ConfigError(problems)
-        from megatron.core.base.dataclass_flags import build
-        from megatron.core.peft.lora_config import LoRAConfig
-
         build(LoRAConfig, vars(args))
     assert re.search(problem, " ".join(error.value.problems))
 
@@ -173,13 +177,47 @@ def test_targets_that_the_model_does_not_have_are_refused(base: Path):
 
 
 def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path):
-    from tools import lora
-
     adapter = tmp_path / "adapter"
     train(base, {}, f" --lora-rank 2 --train-iters 1 --save {tmp_path}/own")
-    assert lora.main(["--load", f"{tmp_path}/own", "--save-peft", str(adapter)]) == 0
+    assert lora_tool.main(["--load", f"{tmp_path}/own", "--save-peft", str(adapter)]) == 0
     write_model(tmp_path / "gpt2", "gpt2")
-    assert lora.main(["--adapter", str(adapter), "--base", f"{tmp_path}/gpt2", "--merge", f"{tmp_path}/merged"]) == 2
+    assert (
+        lora_tool.main(["--adapter", str(adapter), "--base", f"{tmp_path}/gpt2", "--merge", f"{tmp_path}/merged"]) == 2
+    )
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ConfigError, match="has tensors that belong to no linear of the model: base_model"):
         Script(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("one_id", [False, True], ids=["ids of their own", "one id for pad, text and turn"])
+def test_a_tuned_model_stops(one_id: bool, tmp_path: Path):
+    """Of 100 prompts of the training set's form 95 end with the end-of-turn token within 64 tokens, greedy."""
+    write_model(tmp_path / "model", one_id=one_id)
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"count {i}"},
+                {"role": "assistant", "content": f"{i} is {i % 7}" + "!" * (i % 3)},
+            ]
+        }
+        for i in range(100)
+    ]
+    write_lines(tmp_path / "chats.jsonl", records)
+    train(tmp_path, {}, f" --train-iters 200 --seq-length 128 --no-sft-packing --save-hf {tmp_path}/tuned")
+    (folder,) = (tmp_path / "tuned").iterdir()
+    checkpoint = open_foreign(folder)
+    config = ModelConfig(**checkpoint.state["config"]["transformer"])
+    model = load_gpt(checkpoint, config, vocab_size=checkpoint.state["vocab_size"], positions=256)
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+    ended = 0
+    for i in range(100):
+        prompt = tokenizer.tokenize(f"<|im_start|>user\ncount {i}<|im_end|>\n<|im_start|>assistant\n")
+        options = {
+            "max_new_tokens": 64,
+            "max_length": 128,
+            "stop_id": None,
+            "choose": lambda logits: int(logits.argmax()),
+        }
+        ended += VOCABULARY - 1 in list(generate(model, prompt, **options))
+    assert ended >= 95

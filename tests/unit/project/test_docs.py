@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from documents import DOCUMENTS, ROOT, commands_of, name_of
 
+import finetune_gpt
 from megatron.core.base.dataclass_flags import FlagParser, add_flags
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.training.arguments.command_line import make_parser as pretrain_parser
@@ -193,6 +194,7 @@ def flags_of_programs() -> dict[str, set[str]]:
         tools[f"tools/{tool}.py"] = set(parser.known_flags())
     trains = set(pretrain_parser().known_flags())
     return tools | {
+        "finetune_gpt.py": set(pretrain_parser(finetune_gpt.add_own_flags).known_flags()),
         "pretrain_gpt.py": trains,
         "pretrain_bert.py": trains,
         "examples/minimal_fork/pretrain.py": trains | {f"--{name.replace('_', '-')}" for name in fork},
