@@ -77,7 +77,13 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
         values = values_of(peft_folder_of(lora.lora_adapter, args.pretrained_checkpoint)[0], lora)
     context = model.context
     whole = fused_in_hf("GPTModel", config, get_runtime().vocab_size)
-    add_lora(model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows)
+    names = add_lora(model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows)
+    wants_output_layer = not {"output_layer", "lm_head"}.isdisjoint(lora.lora_target_modules)
+    if post_process and wants_output_layer and not any(name.endswith("output_layer") for name in names):
+        raise ConfigError(
+            "--lora-target-modules output_layer: the model's output layer has the embedding's weight, and none of its own; "
+            "leave it out"
+        )
     return model
 
 
@@ -93,6 +99,11 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
     adapter = value_of("--lora-adapter", argv)
     if adapter is not None or value_of("--lora-rank", argv) is not None:
         defaults |= ADAPTER_DEFAULTS
+        if value_of("--save-hf", argv) is not None:
+            raise ConfigError(
+                "--save-hf writes a whole model, and this run trains adapters; give --save, and merge them with "
+                "tools/lora.py --load DIR --base FOLDER --merge OUT"
+            )
     if adapter is not None:
         folder, model = peft_folder_of(adapter, value_of("--pretrained-checkpoint", argv))
         lora = folder.lora

@@ -60,7 +60,7 @@ def one_process(case: str) -> Outcome:
     return run_adapted(case, Layout())
 
 
-FULL = {("tp sp pp", "parts"), ("zb cp", "whole")}
+FULL = {("tp sp pp", "parts")}
 
 
 @pytest.mark.parametrize(

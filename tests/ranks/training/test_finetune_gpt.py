@@ -119,7 +119,7 @@ def test_a_resume_is_bit_for_bit_and_the_base_keeps_its_bytes(lora: str, base: P
             train(base, {}, f"{lora} --train-iters 4 --load {tmp_path}/half --pretrained-checkpoint {tmp_path}/other")
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop(tmp_path: Path, capsys):
     """Where pad, end of text and end of turn are one id."""
     write_model(tmp_path / "model", one_id=True)
@@ -149,6 +149,10 @@ def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop
             "--lora-target-modules linear_x: there is no such linear",
         ),
         ("--lora-rank 2 --lora-target-modules linear_qkv linear_q", "gives linear_qkv and parts of it"),
+        (
+            "--lora-rank 2 --save-hf x",
+            "--save-hf writes a whole model, and this run trains adapters; give --save, and merge",
+        ),
         ("--lora-rank 0", "--lora-rank is 0; it must be at least 1"),
         ("--epochs 2 --train-iters 3", "--epochs 2 and --train-iters both give the length; give one"),
         (
@@ -174,6 +178,8 @@ def test_targets_that_the_model_does_not_have_are_refused(base: Path):
         write_model(base / "gpt2", "gpt2")
         more = f" --lora-rank 2 --lora-target-modules linear_fc1_gate linear_proj --train-iters 1 --pretrained-checkpoint {base}/gpt2"
         train(base, {}, more)
+    with pytest.raises(RuntimeError, match="output_layer: the model's output layer has the embedding's weight"):
+        train(base, {}, more.replace("linear_fc1_gate linear_proj", "output_layer"))
 
 
 def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path):
