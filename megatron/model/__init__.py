@@ -3,3 +3,4 @@
 from megatron.legacy.model.bert_model import BertModel as BertModel
 from megatron.legacy.model.gpt_model import GPTModel as GPTModel
 from megatron.legacy.model.module import Float16Module as Float16Module
+from megatron.legacy.model.t5_model import T5Model as T5Model

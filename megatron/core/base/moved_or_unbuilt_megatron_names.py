@@ -1,13 +1,17 @@
-"""Megatron core 0.16 has these names at paths of ours; they are defined elsewhere here, or nowhere, with the reason.
+"""Megatron has these names; they are defined elsewhere here, or nowhere, with the reason.
 
 A script that imports one of them is not stopped by the import. One that is not built raises NotImplementedError when it
-is called.
+is called. A module of these tables that has no file here is made when it is imported (`modules_without_file`).
 """
 
 from collections.abc import Mapping
 
 # Module -> the module that defines the name here -> names, separated by blanks.
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "megatron.core.datasets.blended_megatron_dataset_config": {
+        "megatron.core.datasets.gpt_dataset": "GPTDatasetConfig",
+        "megatron.core.datasets.utils": "Split",
+    },
     "megatron.core.datasets.bert_dataset": {
         "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
         "megatron.core.datasets.utils": "Split",
@@ -20,7 +24,6 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.datasets.blended_megatron_dataset_config": "BlendedMegatronDatasetConfig",
         "megatron.core.datasets.megatron_dataset": "MegatronDataset",
     },
-    "megatron.core.datasets.blended_megatron_dataset_config": {"megatron.core.datasets.utils": "Split"},
     "megatron.core.datasets.gpt_dataset": {
         "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset"
     },
@@ -46,6 +49,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
         "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
     },
+    "megatron.core.models.bert.bert_model": {"megatron.core.utils": "get_te_version"},
     "megatron.core.models.gpt.gpt_layer_specs": {
         "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear",
         "megatron.core.transformer.attention": "SelfAttention SelfAttentionSubmodules",
@@ -58,6 +62,9 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.transformer_block": "TransformerBlockSubmodules",
         "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
     },
+    "megatron.core.tokenizers.text.utils.build_tokenizer": {
+        "megatron.core.tokenizers.utils.build_tokenizer": "build_tokenizer"
+    },
     "megatron.core.optimizer": {
         "megatron.core.transformer.module": "MegatronModule",
         "megatron.core.utils": "get_model_config",
@@ -69,6 +76,10 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
+    "megatron.training.config": {"megatron.training.argument_utils": "PretrainConfigContainer"},
+    "megatron.training.config.container": {"megatron.training.argument_utils": "PretrainConfigContainer"},
+    "megatron.training.models": {"megatron.training.argument_utils": "GPTModelConfig"},
+    "megatron.training.models.gpt": {"megatron.training.argument_utils": "GPTModelConfig"},
     "megatron.training.training": {"megatron.training.build": "get_model"},
 }
 # Switches of Megatron's that tell whether an optional package is used: none is.
@@ -101,6 +112,16 @@ REASONS: Mapping[str, str] = {
         "build GPTModel, BertModel or T5Model with the specs that are here, or a model of your own "
         "(docs/adding_a_model.md)"
     ),
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": (
+        "the attentions that are here are chosen by flags of the model (docs/model_options.md); leave out "
+        "--experimental-attention-variant"
+    ),
+    "megatron.core.models.gpt.heterogeneous": (
+        "all layers of a model have the same shape; leave out --heterogeneous-layers-config-path, or write a layer of "
+        "your own (docs/adding_a_model.md)"
+    ),
+    "megatron.core.models.hybrid": "there are no state-space layers; use GPTModel, or a layer of your own",
+    "megatron.core.models.mamba": "there are no state-space layers; use GPTModel, or a layer of your own",
     "megatron.core.optimizer": (
         "get_megatron_optimizer makes the optimizer; groups of parameters are ParamGroups (docs/optimizers.md)"
     ),
@@ -124,12 +145,19 @@ REASONS: Mapping[str, str] = {
     "megatron.core.transformer": (
         "layers are built from the specs that are here, or are your own modules (docs/adding_a_model.md)"
     ),
+    "megatron.core.transformer.multi_token_prediction": (
+        "a model predicts the next token alone; leave out --mtp-num-layers"
+    ),
     "megatron.core.utils": "it serves parts of Megatron that are not here",
-    "megatron.legacy.model": "legacy models are GPTModel and BertModel; build others from megatron.core.models",
+    "megatron.legacy.model": "legacy models are GPTModel, BertModel and T5Model; build others from megatron.core.models",
     "megatron.training": (
         "the loop is pretrain(), whose steps are observed by flags (docs/training_run.md); a loop of your own uses "
         "get_forward_backward_func"
     ),
+    "megatron.training.datasets": (
+        "train on token files (--data-path), also with --fim-data; prepare chats with tools/preprocess_data.py"
+    ),
+    "megatron.training.distillation": "there is no distillation; leave out --logits-load-dir",
     "megatron.training.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
     "megatron.training.initialize": "initialize_megatron sets everything up",
     "megatron.training.tokenizer": "tokenizers are built by build_tokenizer (docs/data_preparation.md)",
@@ -137,6 +165,15 @@ REASONS: Mapping[str, str] = {
 }
 # Module -> names that are not built.
 NOT_BUILT: Mapping[str, str] = {
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": (
+        "get_transformer_block_with_experimental_attention_variant_spec "
+        "get_transformer_layer_with_experimental_attention_variant_spec"
+    ),
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "get_gpt_heterogeneous_layer_spec",
+    "megatron.core.models.hybrid.hybrid_model": "HybridModel",
+    "megatron.core.models.mamba": "MambaModel",
+    "megatron.training.datasets.sft_dataset": "MockSFTDataset SFTDataset",
+    "megatron.training.distillation": "LossFuncCallable",
     "megatron.core.tensor_parallel.utils": "dist_all_gather_func",
     "megatron.core": "register_safe_globals",
     "megatron.core.datasets.blended_megatron_dataset_builder": "DistributedDataset MidLevelDataset TopLevelDataset",
@@ -147,7 +184,7 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.datasets.indexed_dataset": (
         "DType IndexedDatasetBuilder OBJECT_STORAGE_BIN_READERS get_bin_path get_idx_path"
     ),
-    "megatron.core.datasets.utils": "get_blend_from_list normalize",
+    "megatron.core.datasets.utils": "normalize",
     "megatron.core.dist_checkpointing": "LocalNonpersistentObject load_tensors_metadata remove_sharded_tensors",
     "megatron.core.dist_checkpointing.mapping": (
         "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject ReplicaId ShardedBase ShardedStateDict "
@@ -180,11 +217,10 @@ NOT_BUILT: Mapping[str, str] = {
         "encoder_model_with_local_spec encoder_model_with_transformer_engine_default_spec"
     ),
     "megatron.core.models.bert.bert_layer_specs": "LNImpl get_bert_layer_with_transformer_engine_spec",
-    "megatron.core.models.bert.bert_model": "get_te_version",
     "megatron.core.models.common.embeddings": "MultimodalRotaryEmbedding YarnRotaryEmbedding apply_rotary_pos_emb",
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "MultimodalRotaryEmbedding",
     "megatron.core.models.gpt.gpt_layer_specs": (
-        "LNImpl get_gpt_decoder_block_spec get_gpt_decoder_layer_specs get_gpt_layer_with_inference_spec "
+        "LNImpl get_gpt_layer_with_inference_spec gpt_layer_with_transformer_engine_spec_moe "
         "get_gpt_mtp_block_spec get_gpt_mtp_block_spec_for_backend get_mlp_module_spec get_mlp_module_spec_for_backend"
     ),
     "megatron.core.optimizer": (
@@ -247,7 +283,7 @@ NOT_BUILT: Mapping[str, str] = {
         "initialize_rng_tracker is_checkpointing is_graph_safe_cuda_rng_tracker"
     ),
     "megatron.core.timers": "dist_all_gather_func DummyTimer TimerBase",
-    "megatron.core.tokenizers": "MegatronTokenizer MegatronTokenizerBase",
+    "megatron.core.tokenizers": "MegatronTokenizerBase",
     "megatron.core.transformer": "MLATransformerConfig",
     "megatron.core.transformer.attention": (
         "Attention CoreAttentionBuilder LinearLayer LinearLayerBuilder LinearQkv LinearQkvBuilder"
@@ -271,20 +307,20 @@ NOT_BUILT: Mapping[str, str] = {
     ),
     "megatron.core.utils": (
         "dist_all_gather_func ExperimentalNotEnabledError GlobalSymmetricMemoryBuffer MakeViewlessTensor "
-        "StragglerDetector WrappedTensor "
+        "WrappedTensor "
         "assert_viewless_tensor check_param_hashes_across_dp_replicas configure_nvtx_profiling deprecate_inference_params "
         "deprecated drain_embedding_wgrad_compute experimental_api experimental_cls experimental_fn get_asyncio_loop "
-        "get_batch_on_this_cp_rank get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version "
+        "get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version "
         "get_data_parallel_group_if_dtensor get_fa_version get_full_tensor_if_necessary "
         "get_mamba_inference_state_config_from_model get_mamba_version get_model_type get_model_xattn get_pg_rank "
-        "get_pg_size get_pg_src_rank get_te_version get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank "
-        "get_torch_version internal_api is_causal_conv1d_min_version is_fa_min_version is_mamba_min_version is_submodule "
-        "is_te_min_version is_using_quantization_scales local_multi_tensor_applier local_multi_tensor_l2_norm "
+        "get_pg_size get_pg_src_rank get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank "
+        " internal_api is_causal_conv1d_min_version is_fa_min_version is_mamba_min_version is_submodule "
+        "is_using_quantization_scales local_multi_tensor_applier local_multi_tensor_l2_norm "
         "local_multi_tensor_scale log_on_each_pipeline_stage make_viewless_tensor null_decorator nvtx_decorator "
         "nvtx_range_pop nvtx_range_push prepare_input_tensors_for_wgrad_compute safely_set_viewless_tensor_data "
         "to_local_if_dtensor trace_async_exceptions"
     ),
-    "megatron.legacy.model": "LayerNorm RMSNorm T5Model get_language_model",
+    "megatron.legacy.model": "LayerNorm RMSNorm get_language_model",
     "megatron.legacy.model.bert_model": (
         "BertLMHead bert_extended_attention_mask bert_position_ids post_language_model_processing"
     ),
@@ -295,7 +331,7 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.legacy.model.module": "conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared",
     "megatron.training": (
         "get_adlr_autoresume get_one_logger get_signal_handler get_tensorboard_writer get_train_valid_test_num_samples "
-        "get_wandb_writer set_startup_timestamps"
+        "get_wandb_writer"
     ),
     "megatron.training.global_vars": (
         "destroy_global_vars get_adlr_autoresume get_energy_monitor get_one_logger get_signal_handler "
@@ -316,12 +352,12 @@ NOT_BUILT: Mapping[str, str] = {
         "force_param_sync get_megatron_optimizer_config get_optimizer_param_scheduler get_start_time_from_progress_log "
         "get_train_valid_test_num_samples has_nvidia_modelopt has_rl_utils num_checkpoints_memory_reported "
         "num_floating_point_operations post_training_step_callbacks preprocess_common_state_dict print_datetime "
-        "save_checkpoint_and_time set_startup_timestamps should_disable_forward_pre_hook stimer train train_step "
+        "save_checkpoint_and_time should_disable_forward_pre_hook stimer train train_step "
         "training_log update_train_iters"
     ),
     "megatron.training.utils": (
         "append_to_progress_log calc_dtensor_params_l2_norm calc_params_l2_norm check_adlr_autoresume_termination "
-        "get_blend_and_blend_per_split get_device_arch_version get_nvtx_range is_first_or_last_pipeline_stage is_rank0 "
+        "get_device_arch_version get_nvtx_range is_rank0 "
         "logical_and_across_model_parallel_group print_params_min_max_norm reduce_max_stat_across_model_parallel_group "
         "report_memory to_empty_if_meta_device update_use_dist_ckpt warn_rank_0"
     ),

@@ -18,6 +18,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.index_map import parse_split, split_ranges
 from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.megatron_dataset import WithAttentionMask
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.datasets.utils import Split
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state, model_parallel_is_initialized
@@ -26,7 +28,14 @@ from megatron.core.parallel_state import launched_rank
 
 def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
     _check_pad(config)
-    datasets = gpt_samples.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **build_context)
+    datasets = gpt_samples.build_gpt_datasets(
+        config.data,
+        config.tokenizer,
+        sizes,
+        config.random_seed,
+        fim=getattr(config, "fim", None),  # of a config with the settings of fill-in-the-middle
+        **build_context,
+    )
     # a run's own batches need no mask of s x s; a script's loop expects Megatron's
     if model_parallel_is_initialized() and get_global_state().run is not None:
         return list(datasets)
@@ -57,10 +66,19 @@ def _build_bert(
     return list(build_bert_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context))
 
 
+def _build_t5(config: T5MaskedWordPieceDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+    _check_pad(config)
+    masking = MaskedDataConfig(
+        mask_prob=config.masking_probability, short_seq_prob=config.short_sequence_probability
+    )
+    return list(build_t5_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context))
+
+
 _BUILDERS: dict[type, Callable[..., list[Any]]] = {
     GPTDataset: _build_gpt,
     MockGPTDataset: _build_mock_gpt,
     BERTMaskedWordPieceDataset: _build_bert,
+    T5MaskedWordPieceDataset: _build_t5,
 }
 
 
@@ -73,7 +91,7 @@ class BlendedMegatronDatasetBuilder:
     """
 
     def __init__(self, cls: Any, sizes: list[int | None], *rest: Any, config: Any = None, is_built_on_rank: Any = None):
-        self.cls = cls
+        self.cls = getattr(cls, "built_as", cls)  # a subclass of ours may be built as its base
         self.sizes = sizes
         if len(rest) + (config is not None) + (is_built_on_rank is not None) not in (1, 2):
             raise TypeError(

@@ -1,0 +1,66 @@
+"""Megatron's T5 data set and its config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.datasets.bert_and_t5_samples import batched_attention_masks
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+
+
+@dataclass(kw_only=True)
+class T5MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
+    """Megatron's settings of texts with hidden spans, and of the spans, from files of sentences.
+
+    sequence_length, sequence_length_decoder: tokens of the encoder's and of the decoder's text.
+    """
+
+    sequence_length_decoder: int
+    masking_probability: float = 0.15
+    short_sequence_probability: float = 0.1
+    masking_max_ngram: int = 10
+    masking_do_full_word: bool = True
+    masking_do_permutation: bool = False
+    masking_use_longer_ngrams: bool = False
+    masking_use_geometric_distribution: bool = True
+
+    only_values: ClassVar[Mapping[str, Any]] = {"masking_max_ngram": 10, "masking_use_geometric_distribution": True}
+
+    @property
+    def sequence_length_encoder(self) -> int:
+        """Tokens of the encoder's text."""
+        return self.sequence_length
+
+
+class T5MaskedWordPieceDataset:
+    """Names the kind for `BlendedMegatronDatasetBuilder`: texts with hidden spans of files of sentences."""
+
+    @staticmethod
+    def config_attention_mask(
+        encoder_tokens: Tensor,
+        decoder_tokens: Tensor,
+        encoder_mask: Tensor,
+        decoder_mask: Tensor,
+        use_local: bool = False,
+        test_te_version: str | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the masks of the encoder, of the decoder, and of its attention to the encoder.
+
+        encoder_mask [b, s], decoder_mask [b, t]: bool, True at padding. The masks: bool [b, 1, s, s], [b, 1, t, t] and
+        [b, 1, t, s], True where a query may not see a key. Every implementation of a layer takes these.
+        """
+        del encoder_tokens, decoder_tokens, use_local, test_te_version
+        if encoder_mask.is_meta:  # shapes alone are wanted
+            b, s = encoder_mask.shape
+            t = decoder_mask.shape[1]
+            shapes = ((b, 1, s, s), (b, 1, t, t), (b, 1, t, s))
+            return tuple(torch.empty(shape, dtype=torch.bool, device="meta") for shape in shapes)
+        tokens = ((~encoder_mask).cpu().numpy(), (~decoder_mask).cpu().numpy())
+        return tuple(torch.from_numpy(mask).to(encoder_mask.device) for mask in batched_attention_masks(*tokens))
+
+
+__getattr__ = names_of_megatron(__name__)
