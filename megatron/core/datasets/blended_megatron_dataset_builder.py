@@ -17,8 +17,12 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.index_map import parse_split, split_ranges
 from megatron.core.datasets.mask_selection import MaskedDataConfig
-from megatron.core.datasets.megatron_dataset import WithAttentionMask
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+from megatron.core.datasets.megatron_dataset import TokensAsText, WithAttentionMask
+from megatron.core.datasets.t5_dataset import (
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+    WithCrossAttentionMask,
+)
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.datasets.utils import Split
 from megatron.core.parallel import collectives
@@ -71,7 +75,8 @@ def _build_t5(config: T5MaskedWordPieceDatasetConfig, sizes: list[int | None], b
     masking = MaskedDataConfig(
         mask_prob=config.masking_probability, short_seq_prob=config.short_sequence_probability
     )
-    return list(build_t5_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context))
+    datasets = build_t5_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context)
+    return [None if dataset is None else WithCrossAttentionMask(dataset) for dataset in datasets]
 
 
 _BUILDERS: dict[type, Callable[..., list[Any]]] = {
@@ -103,6 +108,13 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list[Any]:
         if self.cls not in _BUILDERS:
             return self._build_own_class()
+
+        # a config without a tokenizer has the run's; scripts that give none read a GPT's samples as one text
+        config = self.config
+        in_run = model_parallel_is_initialized() and get_global_state().run is not None
+        reads_text = in_run and config.tokenizer is None and self.cls in (GPTDataset, MockGPTDataset)
+        if in_run and config.tokenizer is None:
+            config = replace(config, tokenizer=get_global_state().run.tokenizer)
         build_context: dict[str, Any] = {}
         if model_parallel_is_initialized():
             world = get_global_state().mesh["world"]
@@ -113,7 +125,10 @@ class BlendedMegatronDatasetBuilder:
                 "say": _say,
                 "progress": _say,
             }
-        return _BUILDERS[self.cls](self.config, self.sizes, build_context)
+        datasets = _BUILDERS[self.cls](config, self.sizes, build_context)
+        if reads_text:
+            return [None if dataset is None else TokensAsText(dataset) for dataset in datasets]
+        return datasets
 
     def _build_own_class(self) -> list[Any]:
         """Build data sets of a script's own class, which every rank builds by itself."""

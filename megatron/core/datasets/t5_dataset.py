@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,25 @@ class T5MaskedWordPieceDataset:
             return tuple(torch.empty(shape, dtype=torch.bool, device="meta") for shape in shapes)
         tokens = ((~encoder_mask).cpu().numpy(), (~decoder_mask).cpu().numpy())
         return tuple(torch.from_numpy(mask).to(encoder_mask.device) for mask in batched_attention_masks(*tokens))
+
+
+@dataclass(eq=False)
+class WithCrossAttentionMask:
+    """T5's samples with enc_dec_mask, int64 [t, s], 1 where a token of the decoder may see one of the encoder.
+
+    Some scripts broadcast it with the other entries; the model does not read it.
+    """
+
+    samples: Any  # a data set of {"enc_mask": [s], "dec_mask": [t], ...}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return sample i, with the further mask."""
+        item = dict(self.samples[i])
+        item["enc_dec_mask"] = np.outer(item["dec_mask"], item["enc_mask"])  # [t, s]
+        return item
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -11,6 +11,7 @@ from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.megatron_dataset import TokensAsText
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.training.global_vars import get_args, get_runtime, get_tokenizer
 
@@ -42,21 +43,6 @@ def _as_flag(paths: Paths) -> list[str] | None:
     return [str(argument) for argument in paths] if paths else None
 
 
-@dataclass(eq=False)
-class Text:
-    """Samples in the form of Megatron 2 and 3: {"text": int64 [s + 1]}, whose labels are the inputs shifted by one."""
-
-    samples: Any  # a data set of {"tokens": [s], "labels": [s], ...}
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return sample i: {"text": int64 [s + 1]}."""
-        item = self.samples[i]
-        return {"text": np.append(item["tokens"], item["labels"][-1:])}  # [s + 1]
-
-
 def build_gpt(
     data_prefix: Paths,
     data_impl: str,
@@ -69,7 +55,7 @@ def build_gpt(
     valid_data_prefix: Paths = None,
     test_data_prefix: Paths = None,
     return_doc_ids: bool = False,
-) -> tuple[Text | None, ...]:
+) -> tuple[TokensAsText | None, ...]:
     """Return (train, valid, test) data sets for a GPT. Every rank must call: the first builds the indices.
 
     data_impl, skip_warmup: without effect, since files are always memory-mapped. seq_length: tokens.
@@ -81,7 +67,7 @@ def build_gpt(
         data_prefix, splits_string, seq_length, (train_data_prefix, valid_data_prefix, test_data_prefix)
     )
     datasets = build_gpt_datasets(config, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building)
-    return tuple(None if dataset is None else Text(dataset) for dataset in datasets)
+    return tuple(None if dataset is None else TokensAsText(dataset) for dataset in datasets)
 
 
 @dataclass(eq=False)
