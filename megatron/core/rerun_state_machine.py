@@ -59,11 +59,9 @@ class RerunStateMachine:
     ) -> None:
         """Raise RuntimeError if `rejection_func(result)` is true; with fatal=False only warn.
 
-        result: a tensor without values (on the meta device) is not judged. comparison_func, tolerance: without effect.
+        comparison_func, tolerance: without effect.
         """
         del comparison_func, tolerance
-        if isinstance(result, torch.Tensor) and result.is_meta:
-            return
         if not rejection_func(result):
             return
         problem = f"rank {launched_rank()}: unexpected result {result}: {message}"

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
         print_rank_last as print_rank_last,
     )
     from megatron.training.initialize import initialize_megatron as initialize_megatron
-    from megatron.training.training import (
-        pretrain as pretrain,
-        set_startup_timestamps as set_startup_timestamps,
-    )
+    from megatron.training.training import pretrain as pretrain, set_startup_timestamps as set_startup_timestamps
 
 __getattr__, __dir__ = lazy_names(
     __name__,

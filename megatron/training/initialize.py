@@ -62,14 +62,7 @@ from megatron.training.arguments.validation import check, drop_doubtful_problems
 from megatron.training.checkpointing.save_and_load import load_saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
-from megatron.training.global_vars import (
-    Runtime,
-    print_rank_0,
-    print_rank_last,
-    set_runtime,
-    vocab_size_of,
-    with_args,
-)
+from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of, with_args
 from megatron.training.memory.memory_check import offload_notes
 
 

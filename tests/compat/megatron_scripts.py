@@ -31,14 +31,24 @@ ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 sys.path[:0] = [str(folder) for folder in (ROOT, SUPPORT, ROOT / "tests" / "campaigns", ROOT / "tests")]
 
-import numpy as np
-from layouts import Layout
-from processes import Outcome, run
-from sentence_files import write_sentences
-from token_files import NULL, write
+import numpy as np  # noqa: E402
+from layouts import Layout  # noqa: E402
+from processes import Outcome, run  # noqa: E402
+from sentence_files import write_sentences  # noqa: E402
+from token_files import NULL, write  # noqa: E402
 
 TAGS = (
-    *("v2.5", "v2.6", "23.04", "core_v0.4.0", "core_v0.5.0", "core_v0.6.0", "core_v0.7.0", "core_v0.8.0", "core_v0.9.0"),
+    *(
+        "v2.5",
+        "v2.6",
+        "23.04",
+        "core_v0.4.0",
+        "core_v0.5.0",
+        "core_v0.6.0",
+        "core_v0.7.0",
+        "core_v0.8.0",
+        "core_v0.9.0",
+    ),
     *("core_v0.10.0", "core_v0.11.0", "core_v0.12.0", "core_v0.13.0", "core_v0.14.0", "core_v0.15.0", "core_v0.16.0"),
     *("core_v0.16.1", "core_v0.17.0", "core_v0.17.1", "core_v0.18.0", "core_v0.18.2", "core_v0.19.0"),
 )
@@ -168,7 +178,9 @@ def reason_of(said: str) -> str:
     return next((line for line in reversed(lines) if line), "nothing was printed")
 
 
-def measure(clone: str, folder: Path, tags: list[str], kinds: list[str], layouts: list[str], again: bool) -> dict[str, Any]:
+def measure(
+    clone: str, folder: Path, tags: list[str], kinds: list[str], layouts: list[str], again: bool
+) -> dict[str, Any]:
     """Run what is missing or failed; return the results, by fingerprint and layout."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "results.json"

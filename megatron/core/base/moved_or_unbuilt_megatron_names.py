@@ -59,7 +59,6 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.identity_op": "IdentityOp",
         "megatron.core.transformer.mlp": "MLP MLPSubmodules",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
-        "megatron.core.transformer.transformer_block": "TransformerBlockSubmodules",
         "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
     },
     "megatron.core.tokenizers.text.utils.build_tokenizer": {
@@ -75,11 +74,12 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
     },
     "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
+    "megatron.training.argument_utils": {"megatron.legacy.model.gpt_config": "GPTModelConfig gpt_config_from_args"},
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
     "megatron.training.config": {"megatron.training.argument_utils": "PretrainConfigContainer"},
     "megatron.training.config.container": {"megatron.training.argument_utils": "PretrainConfigContainer"},
-    "megatron.training.models": {"megatron.training.argument_utils": "GPTModelConfig"},
-    "megatron.training.models.gpt": {"megatron.training.argument_utils": "GPTModelConfig"},
+    "megatron.training.models": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
+    "megatron.training.models.gpt": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
     "megatron.training.training": {"megatron.training.build": "get_model"},
 }
 # Switches of Megatron's that tell whether an optional package is used: none is.

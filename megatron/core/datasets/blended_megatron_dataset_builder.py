@@ -70,11 +70,11 @@ def _build_bert(
     return list(build_bert_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context))
 
 
-def _build_t5(config: T5MaskedWordPieceDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+def _build_t5(
+    config: T5MaskedWordPieceDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]
+) -> list[Any]:
     _check_pad(config)
-    masking = MaskedDataConfig(
-        mask_prob=config.masking_probability, short_seq_prob=config.short_sequence_probability
-    )
+    masking = MaskedDataConfig(mask_prob=config.masking_probability, short_seq_prob=config.short_sequence_probability)
     datasets = build_t5_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context)
     return [None if dataset is None else WithCrossAttentionMask(dataset) for dataset in datasets]
 

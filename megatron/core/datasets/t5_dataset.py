@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets.bert_and_t5_samples import batched_attention_masks
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 
@@ -55,13 +54,11 @@ class T5MaskedWordPieceDataset:
         [b, 1, t, s], True where a query may not see a key. Every implementation of a layer takes these.
         """
         del encoder_tokens, decoder_tokens, use_local, test_te_version
-        if encoder_mask.is_meta:  # shapes alone are wanted
-            b, s = encoder_mask.shape
-            t = decoder_mask.shape[1]
-            shapes = ((b, 1, s, s), (b, 1, t, t), (b, 1, t, s))
-            return tuple(torch.empty(shape, dtype=torch.bool, device="meta") for shape in shapes)
-        tokens = ((~encoder_mask).cpu().numpy(), (~decoder_mask).cpu().numpy())
-        return tuple(torch.from_numpy(mask).to(encoder_mask.device) for mask in batched_attention_masks(*tokens))
+        queries = (encoder_mask[:, None, :, None], decoder_mask[:, None, :, None])
+        keys = (encoder_mask[:, None, None, :], decoder_mask[:, None, None, :])
+        t = decoder_mask.shape[1]
+        future = torch.ones(t, t, dtype=torch.bool, device=decoder_mask.device).triu(1)  # [t, t], after the query
+        return queries[0] | keys[0], queries[1] | keys[1] | future, queries[1] | keys[0]
 
 
 @dataclass(eq=False)

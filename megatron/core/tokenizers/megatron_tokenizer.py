@@ -23,7 +23,9 @@ class MegatronTokenizer:
     """Makes tokenizers from a path and what Megatron writes beside it."""
 
     def __init__(self) -> None:
-        raise OSError("MegatronTokenizer is not built by itself; call MegatronTokenizer.from_pretrained(tokenizer_path)")
+        raise OSError(
+            "MegatronTokenizer is not built by itself; call MegatronTokenizer.from_pretrained(tokenizer_path)"
+        )
 
     @staticmethod
     def from_pretrained(
@@ -39,7 +41,9 @@ class MegatronTokenizer:
         library = _library(tokenizer_path, metadata_path)
         kind = tokenizer_path if library == "megatron" else TYPES.get(library)
         if kind is None:
-            raise ValueError(f"the tokenizer library {library!r} is not known; use one of {', '.join((*TYPES, 'megatron'))}")
+            raise ValueError(
+                f"the tokenizer library {library!r} is not known; use one of {', '.join((*TYPES, 'megatron'))}"
+            )
         settings: dict[str, Any] = {"tokenizer_type": kind}
         if library not in ("megatron", "null", "null-text"):
             settings["tokenizer_model"] = tokenizer_path

@@ -11,11 +11,5 @@ if TYPE_CHECKING:
     from megatron.legacy.model.t5_model import T5Model as T5Model
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        ".bert_model": "BertModel",
-        ".gpt_model": "GPTModel",
-        ".module": "Float16Module",
-        ".t5_model": "T5Model",
-    },
+    __name__, {".bert_model": "BertModel", ".gpt_model": "GPTModel", ".module": "Float16Module", ".t5_model": "T5Model"}
 )

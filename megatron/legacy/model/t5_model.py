@@ -41,9 +41,7 @@ class T5Model(t5_stage.T5Model):
         super().__init__(
             # with tied weights the logits have a bias and the hidden states are not scaled
             replace(
-                settings,
-                scale_decoder_outputs=False,
-                add_output_bias=not settings.untie_embeddings_and_output_weights,
+                settings, scale_decoder_outputs=False, add_output_bias=not settings.untie_embeddings_and_output_weights
             ),
             decoder_seq_length=get_runtime().config.data.decoder_seq_length,
             **parts_of_stage(pre_process is not False, post_process),

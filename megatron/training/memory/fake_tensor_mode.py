@@ -72,6 +72,10 @@ class ShapesOnly(TorchFunctionMode):
         # pin_memory: of real tensors too, since there may be no device to pin them for
         if func in _ANSWERS and (args[0].is_meta or func is Tensor.pin_memory):
             return _ANSWERS[func](*args, **kwargs)
+        if (
+            getattr(func, "__module__", None) == _COLLECTIVES
+        ):  # that a script calls itself; the other ranks do not take part
+            return DoneWork()
         if func is torch.tensor and _is_count(*args, **kwargs):
             return func(*args, **kwargs | {"device": "cpu"})
 
@@ -83,6 +87,9 @@ class ShapesOnly(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
+
+
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 class SizesFromDataError(Exception):

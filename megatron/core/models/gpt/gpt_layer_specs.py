@@ -4,7 +4,6 @@ from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.parallel.global_state import get_global_state
 from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -75,9 +74,7 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers of this process's stage, or of its chunk `vp_stage`; see the function above."""
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
-    if vp_stage is not None:
-        get_global_state().virtual_rank = vp_stage
-    return TransformerBlockSubmodules([specs[i] for i in layers_of_stage(config)])
+    return TransformerBlockSubmodules([specs[i] for i in layers_of_stage(config, vp_stage=vp_stage)])
 
 
 __getattr__ = names_of_megatron(__name__)
