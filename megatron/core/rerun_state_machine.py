@@ -6,7 +6,7 @@ A run here has no state machine: a step whose numbers are wrong is judged and co
 
 import warnings
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.parallel_state import launched_rank
 
 
-class RerunMode(str, Enum):
+class RerunMode(StrEnum):
     """Megatron's modes. Here a script's machine is always disabled; --rerun-interval sets the run's own check."""
 
     DISABLED = "disabled"

@@ -172,7 +172,9 @@ def result_of(script: Path, flags: list[str], layout: Layout) -> dict[str, Any]:
 def reason_of(said: str) -> str:
     """Return the line of an output that says why a run stopped."""
     lines = [re.sub(r"^\[rank\d\]: ", "", line).strip() for line in said.splitlines()]
-    errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception): |- |.*stopping, because", line)]
+    errors = [
+        line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception): |- |.*stopping, because (?!rank)", line)
+    ]
     if errors:
         return errors[0].removeprefix("- ")
     return next((line for line in reversed(lines) if line), "nothing was printed")

@@ -195,10 +195,10 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
     ) -> Tensor | tuple[Tensor, ...]:
         # not read: padding is at a text's end, and no token attends to later ones
         del decoder_attn_mask, encoder_decoder_attn_mask
-        if encoder_attn_mask.dim() == 2:  # [b, s], True at padding
-            is_token = ~encoder_attn_mask
-        else:
-            is_token = ~encoder_attn_mask.flatten(1, -2).all(dim=1)  # [b, s]: keys that some query attends to
+        is_padding = encoder_attn_mask  # [b, s], or a mask of pairs
+        if is_padding.dim() > 2:
+            is_padding = is_padding.flatten(1, -2).all(dim=1)  # [b, s]: keys that no query attends to
+        is_token = ~is_padding
         return super().forward(encoder_input_ids, decoder_input_ids, is_token.to(torch.int64), lm_labels)
 
 
