@@ -72,9 +72,7 @@ class ShapesOnly(TorchFunctionMode):
         # pin_memory: of real tensors too, since there may be no device to pin them for
         if func in _ANSWERS and (args[0].is_meta or func is Tensor.pin_memory):
             return _ANSWERS[func](*args, **kwargs)
-        if (
-            getattr(func, "__module__", None) == _COLLECTIVES
-        ):  # that a script calls itself; the other ranks do not take part
+        if _is_collective(func):
             return DoneWork()
         if func is torch.tensor and _is_count(*args, **kwargs):
             return func(*args, **kwargs | {"device": "cpu"})
@@ -89,7 +87,9 @@ class ShapesOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_COLLECTIVES = "torch.distributed.distributed_c10d"
+def _is_collective(func: Any) -> bool:
+    """Whether a script calls torch's collective itself: nothing is communicated, since no other rank takes part."""
+    return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
 
 
 class SizesFromDataError(Exception):
@@ -102,6 +102,8 @@ class ValuesWithKnownSizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is row_counts:
             raise SizesFromDataError
+        if _is_collective(func):
+            return DoneWork()
         return func(*args, **(kwargs or {}))
 
 

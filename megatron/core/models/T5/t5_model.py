@@ -101,9 +101,8 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
             raise NotImplementedError(
                 "T5Model: rotary positions are not supported in a T5; use relative or learned_absolute"
             )
-        given = (transformer_encoder_layer_spec, transformer_decoder_layer_spec, vocab_size, max_sequence_length)
-        if not all(given):
-            raise TypeError("T5Model needs the specs of both stacks, vocab_size and max_sequence_length")
+        if transformer_encoder_layer_spec is None or transformer_decoder_layer_spec is None:
+            raise TypeError("T5Model needs transformer_encoder_layer_spec and transformer_decoder_layer_spec")
         if encoder_config is None:  # Megatron's earlier signature: the block specs say how many layers a stack has
             encoder_config = _with_layers_of(config, transformer_encoder_layer_spec)
             config = _with_layers_of(config, transformer_decoder_layer_spec)
