@@ -2,4 +2,4 @@
 
 from megatron.core.base.lazy_imports import all_names
 
-__getattr__ = all_names(__name__, "megatron.core.parallel_state megatron.core.tensor_parallel")
+__getattr__ = all_names(__name__, "megatron.core.parallel_state megatron.core.tensor_parallel megatron.mpu.initialize")

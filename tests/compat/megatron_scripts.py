@@ -49,7 +49,8 @@ TAGS = (
         "core_v0.8.0",
         "core_v0.9.0",
     ),
-    *("core_v0.10.0", "core_v0.11.0", "core_v0.12.0", "core_v0.13.0", "core_v0.14.0", "core_v0.15.0", "core_v0.16.0"),
+    *("core_v0.10.0", "core_v0.11.0", "core_v0.12.0", "core_v0.12.1", "core_v0.12.2", "core_v0.12.3", "core_v0.13.0"),
+    *("core_v0.13.1", "core_v0.14.0", "core_v0.15.0", "core_v0.15.1", "core_v0.15.2", "core_v0.15.3", "core_v0.16.0"),
     *("core_v0.16.1", "core_v0.17.0", "core_v0.17.1", "core_v0.18.0", "core_v0.18.2", "core_v0.19.0"),
 )
 KINDS = ("gpt", "bert", "t5")

@@ -73,7 +73,52 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.enums": "AttnMaskType",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
     },
+    "megatron.initialize": {"megatron.training.initialize": "initialize_megatron"},
     "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
+    "megatron.model.distributed": {"megatron.core.distributed": "DistributedDataParallel MemoryBuffer"},
+    "megatron.model.language_model": {
+        "megatron.core.models.common.embeddings.embedding": "Embedding",
+        "megatron.core.models.common.language_model": "TransformerLanguageModel",
+    },
+    "megatron.model.module": {
+        "megatron.core.transformer.module": "MegatronModule",
+        "megatron.legacy.model.module": "Float16Module",
+    },
+    "megatron.model.transformer": {
+        "megatron.core.transformer": "ParallelAttention ParallelMLP ParallelTransformer ParallelTransformerLayer",
+        "megatron.legacy.model.language_model": "get_num_layers",
+    },
+    "megatron.mpu.cross_entropy": {"megatron.core.tensor_parallel": "vocab_parallel_cross_entropy"},
+    "megatron.mpu.data": {"megatron.core.tensor_parallel": "broadcast_data"},
+    "megatron.mpu.initialize": {
+        "megatron.core.parallel_state": (
+            "_DATA_PARALLEL_GROUP _EMBEDDING_GROUP _MODEL_PARALLEL_GROUP _PIPELINE_MODEL_PARALLEL_GROUP "
+            "_TENSOR_MODEL_PARALLEL_GROUP get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+            "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
+            "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+            "initialize_model_parallel is_pipeline_first_stage is_pipeline_last_stage model_parallel_is_initialized"
+        ),
+        "megatron.legacy.model.language_model": "get_num_layers",
+    },
+    "megatron.mpu.layers": {
+        "megatron.core.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding"
+    },
+    "megatron.mpu.mappings": {
+        "megatron.core.tensor_parallel": (
+            "copy_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region "
+            "reduce_from_tensor_model_parallel_region scatter_to_tensor_model_parallel_region"
+        )
+    },
+    "megatron.mpu.random": {
+        "megatron.core.tensor_parallel": "checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed"
+    },
+    "megatron.optimizer": {"megatron.core.optimizer": "MegatronOptimizer get_megatron_optimizer"},
+    "megatron.schedules": {
+        "megatron.core.pipeline_parallel.schedules": (
+            "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
+            "forward_backward_pipelining_without_interleaving get_forward_backward_func"
+        )
+    },
     "megatron.training.argument_utils": {"megatron.legacy.model.gpt_config": "GPTModelConfig gpt_config_from_args"},
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
     "megatron.training.config": {"megatron.training.argument_utils": "PretrainConfigContainer"},
