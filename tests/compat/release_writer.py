@@ -32,7 +32,7 @@ import torch.distributed as dist  # noqa: E402
 class Missing(types.ModuleType):
     """Stands for a package that a CPU has no use for: any name of it is a decorator that returns the function."""
 
-    __path__: list[str] = []
+    __path__: typing.ClassVar[list[str]] = []
     __version__ = "3.5.0"
 
     def __getattr__(self, name: str) -> typing.Any:

@@ -28,7 +28,7 @@ added. If masters and moments are sharded over those ranks as well (--outer-dp-s
 reduce-scatter and an all-gather are added instead.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
