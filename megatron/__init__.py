@@ -1,4 +1,4 @@
-"""Megatron-style pretraining. Names that Megatron 2.x scripts import from here are found in their new modules.
+"""Megatron-style pretraining. Names that scripts of Megatron import from here are found in their new modules.
 
     core        the parts that training is made of; each can be used without the rest
     training    the command line and the loop

@@ -1,4 +1,4 @@
-"""Import path of Megatron 2.x: `megatron.legacy.model`."""
+"""Import path of Megatron without `core`: `megatron.legacy.model`."""
 
 from megatron.legacy.model.bert_model import BertModel as BertModel
 from megatron.legacy.model.gpt_model import GPTModel as GPTModel

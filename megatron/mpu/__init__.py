@@ -1,4 +1,4 @@
-"""Import path of Megatron 2.x: the accessors of ranks, and everything tensor-parallel."""
+"""Import path of Megatron without `core`: the accessors of ranks, and everything tensor-parallel."""
 
 from megatron.core.base.lazy_imports import all_names
 

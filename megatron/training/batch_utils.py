@@ -13,7 +13,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.parallel import collectives
-from megatron.core.tensor_parallel.batch_on_this_rank import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+from megatron.core.tensor_parallel import batch_on_this_rank
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import plain_cross_entropy_of
 from megatron.training.global_vars import get_runtime
@@ -84,6 +84,12 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     documents = batch.pop("document_ids", None)
     batch["attention_mask"] = None if documents is None else Documents(documents)
     return {name: batch[name] for name in NAMES}
+
+
+@accepts_defaults_only(cp_group=None)
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return this context-parallel rank's part of each sample, as core's function of this name does."""
+    return batch_on_this_rank.get_batch_on_this_cp_rank(batch)
 
 
 def rank_part_of_mean_loss(total: Tensor, count: Tensor) -> Tensor:

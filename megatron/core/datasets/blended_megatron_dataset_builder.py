@@ -14,6 +14,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import Blend, _check_pad, data_path_words
 from megatron.core.datasets.build_datasets import samples_of_files
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.fill_in_the_middle import FimConfig
+from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.index_map import parse_split, split_ranges
 from megatron.core.datasets.mask_selection import MaskedDataConfig
@@ -30,15 +32,12 @@ from megatron.core.parallel.global_state import get_global_state, model_parallel
 from megatron.core.parallel_state import launched_rank
 
 
-def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+def _build_gpt(
+    config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any], fim: FimConfig | None = None
+) -> list[Any]:
     _check_pad(config)
     datasets = gpt_samples.build_gpt_datasets(
-        config.data,
-        config.tokenizer,
-        sizes,
-        config.random_seed,
-        fim=getattr(config, "fim", None),  # of a config with the settings of fill-in-the-middle
-        **build_context,
+        config.data, config.tokenizer, sizes, config.random_seed, fim=fim, **build_context
     )
     # a run's own batches need no mask of s x s; a script's loop expects Megatron's
     if model_parallel_is_initialized() and get_global_state().run is not None:
@@ -52,6 +51,10 @@ def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context:
         return WithAttentionMask(dataset, config)
 
     return [with_mask(dataset) for dataset in datasets]
+
+
+def _build_fim(config: GPTFIMDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+    return _build_gpt(config, sizes, build_context, config.fim)
 
 
 def _build_mock_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
@@ -81,6 +84,7 @@ def _build_t5(
 
 _BUILDERS: dict[type, Callable[..., list[Any]]] = {
     GPTDataset: _build_gpt,
+    GPTFIMDataset: _build_fim,
     MockGPTDataset: _build_mock_gpt,
     BERTMaskedWordPieceDataset: _build_bert,
     T5MaskedWordPieceDataset: _build_t5,
@@ -91,12 +95,11 @@ class BlendedMegatronDatasetBuilder:
     """Megatron's builder: `build()` returns [train, valid, test].
 
     sizes: samples of each split; None for one epoch (of made-up data, for none), 0 for none. The arguments are
-    (cls, sizes, config) in core 0.5, and (cls, sizes, is_built_on_rank, config) in later versions. Every rank
-    must call `build`.
+    (cls, sizes, config), or (cls, sizes, is_built_on_rank, config). Every rank must call `build`.
     """
 
     def __init__(self, cls: Any, sizes: list[int | None], *rest: Any, config: Any = None, is_built_on_rank: Any = None):
-        self.cls = getattr(cls, "built_as", cls)  # a subclass of ours may be built as its base
+        self.cls = cls
         self.sizes = sizes
         if len(rest) + (config is not None) + (is_built_on_rank is not None) not in (1, 2):
             raise TypeError(

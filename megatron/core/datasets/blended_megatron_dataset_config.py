@@ -10,7 +10,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.pad_token_is_text import pad_is_text
 
-# In Megatron core 0.5 one prefix, or weights and prefixes in turn; in later versions (prefixes, weights or None).
+# One prefix, or weights and prefixes in turn, or (prefixes, weights or None).
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None
 
 # Settings that are not built, with Megatron's defaults: another value is refused when data are built.
@@ -58,6 +58,11 @@ class BlendedMegatronDatasetConfig:
     only_values: ClassVar[Mapping[str, Any]] = {}
 
     @property
+    def decoder_length(self) -> int | None:
+        """Tokens of the decoder's text; None for data without one."""
+        return None
+
+    @property
     def data(self) -> DataConfig:
         """The same settings as a `DataConfig`. Raises ConfigError for settings that are not built."""
         if problems := problems_of_not_built(self, {**NOT_BUILT, **self.only_values}):
@@ -75,7 +80,7 @@ class BlendedMegatronDatasetConfig:
             test_data_path=test,
             split=None if has_own_splits else self.split,
             seq_length=self.sequence_length,
-            decoder_seq_length=getattr(self, "sequence_length_decoder", None),
+            decoder_seq_length=self.decoder_length,
             data_cache_path=self.path_to_cache,
             mid_level_dataset_surplus=self.mid_level_dataset_surplus,
             mmap_bin_files=self.mmap_bin_files,

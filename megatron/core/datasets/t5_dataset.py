@@ -31,6 +31,11 @@ class T5MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     only_values: ClassVar[Mapping[str, Any]] = {"masking_max_ngram": 10, "masking_use_geometric_distribution": True}
 
     @property
+    def decoder_length(self) -> int:
+        """Tokens of the decoder's text."""
+        return self.sequence_length_decoder
+
+    @property
     def sequence_length_encoder(self) -> int:
         """Tokens of the encoder's text."""
         return self.sequence_length

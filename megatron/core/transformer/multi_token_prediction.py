@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _REFUSAL = "multi-token prediction is not built; leave out --mtp-num-layers"
 
@@ -10,7 +11,7 @@ _REFUSAL = "multi-token prediction is not built; leave out --mtp-num-layers"
 def get_mtp_ranks(pp_ranks: list[int], config: Any) -> list[int]:
     """Return the ranks that predict several tokens: none. NotImplementedError if the config asks for it."""
     del pp_ranks
-    _check(getattr(config, "mtp_num_layers", None))
+    _check(config.mtp_num_layers)
     return []
 
 
@@ -21,10 +22,14 @@ def mtp_on_this_rank(
     ignore_virtual: bool = True,
     vp_stage: int | None = None,
 ) -> bool:
-    """Return False: this rank predicts one token. NotImplementedError if a config or a number asks for more."""
+    """Return False: this rank predicts one token. NotImplementedError if a config or a number asks for more.
+
+    The first argument may be a layout of pipeline stages, too.
+    """
     del layout, ignore_virtual, vp_stage
     _check(mtp_num_layers)
-    _check(getattr(config, "mtp_num_layers", None))
+    if isinstance(config, TransformerConfig):
+        _check(config.mtp_num_layers)
     return False
 
 

@@ -193,7 +193,7 @@ class AnyBatch(GeneratedBatch):
         """
         if shape is None:
             b, s = self.shape
-            # Megatron 2's GPT reads inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
+            # A GPT's script may read inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
             shape = (b, s + 1) if keys == ["text"] else (b, s)
             if "is_random" in keys:  # of a BERT's samples: one number each
                 others = self.generate([key for key in keys if key != "is_random"], shape, dtype, device)
