@@ -58,6 +58,8 @@ PROGRAMS = [
 ]
 COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.console_scripts:main" for program in PROGRAMS}
 COMMANDS["megatron-report"] = "megatron.report:main"
+COMMANDS["megatron-doctor"] = "megatron.doctor:main"
+COMMANDS["megatron-on-cpu"] = "megatron.on_cpu:main"
 
 
 # Beside the package, in a wheel's megatron/_programs: the programs, and the examples and recipes that the documents name.

@@ -44,7 +44,8 @@ LEVELS = (
     "training.trainer",
     "training.training",
     "legacy deepspeed report console_scripts",
-    "configure arguments data model mpu tokenizer utils __main__",
+    "porting",
+    "on_cpu doctor configure arguments data model mpu tokenizer utils __main__",
 )
 
 

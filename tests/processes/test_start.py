@@ -15,9 +15,7 @@ REFUSALS = {
     "not built yet": (2, ["--expert-model-parallel-size", "2"], ["--expert-model-parallel-size is 2", "not built yet"]),
     "several at once": (
         2,
-        split(
-            "--num-layer 3 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"
-        ),
+        split("--num-layer 3 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"),
         [
             "cannot start, 5 problem(s)",
             "unknown flag --num-layer; did you mean --num-layers?",
