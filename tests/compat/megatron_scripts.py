@@ -9,7 +9,7 @@ The scripts and the files beside them (builders, model_provider) lie unchanged i
 is read. Each runs 12 iterations at a tiny size in five layouts. A cell of the table says
 
     yes       the losses of this layout are those of one process (relative 2e-4)
-    cuda      the same, with torch.cuda mapped to the CPU, because the path that runs calls it
+    cuda      the same under `python -m megatron.on_cpu`, because the path that runs calls torch.cuda itself
     a number  a footnote with the reason
 
 and the column "ours" whether the first three losses are those of our own script on the same weights.
@@ -144,14 +144,9 @@ def trained(script: Path, flags: list[str], layout: Layout, *, on_cpu: bool = Fa
 
 
 def on_cpu_script(script: Path) -> Path:
-    """Write a script that maps torch.cuda to the CPU, then runs the script that its command line names."""
+    """Write a script that does what `python -m megatron.on_cpu SCRIPT` does, for the server that forks scripts."""
     wrapper = script.parent / "_on_cpu.py"
-    compat = str(Path(__file__).parent)
-    wrapper.write_text(
-        f"import runpy, sys\nsys.path.insert(0, {compat!r})\nimport cuda_on_cpu\n"
-        "del sys.argv[0]\nsys.path.insert(0, sys.argv[0].rpartition('/')[0])\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
+    wrapper.write_text("import sys\nfrom megatron.on_cpu import main\nsys.exit(main())\n")
     return wrapper
 
 
