@@ -140,7 +140,7 @@ def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts:
     The counts are a real tensor, because code loops over them: [1], as if all elements were equal.
     """
     counts = torch.tensor([x.numel()], device="cpu") if return_counts else None  # [1]
-    results = [torch.empty(most, dtype=x.dtype)]  # [most]
+    results = [torch.empty(most, dtype=x.dtype, device=x.device)]  # [most]
     if return_inverse:
         results.append(torch.empty_like(x))
     if counts is not None:
