@@ -125,6 +125,8 @@ FOREIGN = {
         "megatron/core/datasets/t5_dataset_builder.py": "additional_special_tokens_ids name",
         "megatron/core/tokenizers/tokenizer_fingerprint.py": "eod pad",
         "megatron/core/tokenizers/vocabulary_diff.py": "vocab",
+        "megatron/evaluation/text_requests.py": "bos inv_vocab tokenize_sentences",
+        "tools/evaluating/lm_eval_adapter.py": "path",
         "tools/generating/t5.py": "additional_special_tokens_ids bos eos",
         "tools/preprocessing/word_memory.py": "tokenize_batch tokenize_sentences",
     },
