@@ -5,7 +5,7 @@ from pathlib import Path
 
 PRODUCT = Path(__file__).parents[3] / "megatron"
 # A release by its tag, by the name of its project, or of its core.
-RELEASE = re.compile(r"core_[vr]0|Megatron(-LM)?( core)? v?\d|\bcore 0\.\d|\b23\.0[46]\b|\bv2\.[0-9]")
+RELEASE = re.compile(r"\bcore_[vr]0|Megatron(-LM)?( core)? v?\d|\bcore 0\.\d|\b23\.0[46]\b|\bv2\.[0-9]")
 WHERE = (
     "legacy/",
     "training/arguments/args_namespace.py",
