@@ -36,7 +36,6 @@ NOT_BUILT = {
     "multi_latent_attention": False,
     "no_rope_freq": None,
     "num_moe_experts": None,
-    "pipeline_model_parallel_layout": None,
     "qk_clip": False,
     "qk_l2_norm": False,
     "rotary_interleaved": False,

@@ -96,7 +96,7 @@ FOREIGN = {
     "DeepSpeed's, of a script's arguments": {"megatron/deepspeed/engine.py": "deepspeed_config"},
     "Megatron's, of a script's arguments or config, of any of its releases": {
         "megatron/core/transformer/transformer_layer.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
         "megatron/core/transformer/module.py": "sequence_parallel",
         "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
         "megatron/core/tensor_parallel/layers.py": "params_dtype sequence_parallel",
