@@ -36,7 +36,6 @@ PACKAGES = {  # package -> what needs it
     "matplotlib": "tools/plot_run.py",
     "zstandard": "tools/preprocess_data.py on .zst files",
     "pyarrow": "tools/preprocess_data.py on .parquet files",
-    "jinja2": "--sft on conversations: chat templates",
     "nltk": "tools/preprocess_data.py --sentence-splitter nltk",
     "fsspec": "--save and --load with a URL",
     "s3fs": "--save and --load with s3://...",

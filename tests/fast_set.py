@@ -35,6 +35,7 @@ ONE_IN = {
     "ranks/models/test_lora.py::test_every_layout_trains_adapters_as_one_process": 4,
     "ranks/models/test_matmul_backend.py::test_every_layout_trains_with_8_bits_as_one_process": 4,
     "ranks/models/test_toy_moe.py::test_every_layout_trains_as_one_process": 7,
+    "ranks/transformer/test_moe_layouts.py::test_every_layout_trains_as_one_process": 7,
     "ranks/ops/test_aux_losses.py::test_every_layout_trains_as_one_process": 4,
     "ranks/models/test_fork_layouts.py::test_context_parallel_ranks_give_the_losses_of_one_process": 6,
     "ranks/models/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,

@@ -22,7 +22,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 PURE = """
     core.parallel.rank_grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
     core.base.dataclass_flags core.base.batch_size_schedule core.parallel.launcher_environment core.parallel.detect_lost_ranks
-    core.base.user_error_or_bug core.parallel.parallel_config core.parallel.stage_to_rank core.base.registry
+    core.base.user_error_or_bug core.parallel.parallel_config core.parallel.pipeline_layout core.parallel.stage_to_rank core.base.registry
     core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.path_or_url
     core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.comm_volume
     core.distributed.grad_count core.offload.offload_fraction core.offload.checksummed_file core.offload.offload_folder
@@ -258,6 +258,7 @@ ASKS_THE_PROCESS = {
     "models/T5/t5_model.py": "T5Model",
     "models/common/embeddings/rotary_pos_embedding.py": "RotaryEmbedding",
     "models/common/megatron_model.py": "MegatronCoreModel",
+    "tensor_parallel/batch_on_this_rank.py": "get_batch_on_this_tp_rank get_batch_on_this_cp_rank",
     "tensor_parallel/cross_entropy.py": "vocab_parallel_cross_entropy",
     "tensor_parallel/data.py": "broadcast_data",
     "tensor_parallel/layers.py": "tensor_parallel_of",

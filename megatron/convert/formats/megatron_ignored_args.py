@@ -1,7 +1,7 @@
 """List the arguments of Megatron-LM that do not change what a trained model computes. No torch.
 
 An argument that is neither read nor listed here may change the model: a note names it to the reader of the checkpoint.
-The words and names are those of Megatron-LM's releases from 1.0 to core 0.16, and of its main branch of August 2026.
+The words and names are those of all of Megatron-LM's releases, and of its main branch of August 2026.
 """
 
 from collections.abc import Collection, Mapping

@@ -98,6 +98,11 @@ class DataConfig(FlagConfig):
     chat_template: str | None = option(
         None, "with --sft: chat template (Jinja) instead of that of the tokenizer's folder", metavar="FILE"
     )
+    dataloader_inter_document_masking: bool = option(
+        False,
+        "attend within a document only and restart position ids at each document, where documents are those of the data "
+        "files, whether or not they end with a token",
+    )
     full_validation: bool = option(
         False, "each validation reads every sample of the validation set once, instead of --eval-iters batches"
     )
@@ -111,6 +116,11 @@ class DataConfig(FlagConfig):
         "names of the validation sets in the logs, with --multiple-validation-sets; default: 0, 1, ...",
         metavar="NAME",
     )
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether a token attends to its own document only."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking
 
     def problems(self) -> Iterator[str]:
         for name in ("data_path", *_SPLIT_PATHS):

@@ -3,7 +3,7 @@
 A layer is built from (config, its number, a LayerContext).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.ops.aux_losses import AuxLosses
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import positions_of
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
@@ -57,11 +58,12 @@ class LayerContext:
     restarts_positions: bool = False
     aux_losses: AuxLosses = field(default_factory=AuxLosses, compare=False)  # that the chunk's layers add
     experts: ExpertParallel = ExpertParallel()  # the ranks that share experts
+    samples: Axis = Axis("dp", (0,), 0)  # the ranks that read other samples of a step
 
     @classmethod
     def from_mesh(
         cls,
-        mesh: Mapping[str, Axis],
+        mesh: Mesh,
         dtype: torch.dtype,
         keys: SampleDropoutKeys | None = None,
         *,
@@ -86,6 +88,7 @@ class LayerContext:
             cp,
             restarts_positions,
             experts=ExpertParallel(mesh["ep"], mesh["etp"], mesh["ep_etp"]),
+            samples=mesh.samples,
         )
 
     def with_matmul_backend(self, backend: MatmulBackend) -> "LayerContext":
@@ -99,6 +102,11 @@ class LayerContext:
     def rows(self) -> SequenceShard:
         """The part of each sample that this rank holds between layers."""
         return SequenceShard(self.cp.axis, self.tp.sequence_axis or ALONE)
+
+    @property
+    def divided_rows(self) -> SequenceShard:
+        """The same if tensor-parallel ranks divide the rows among them in any case, as before tokens go to experts."""
+        return SequenceShard(self.cp.axis, self.tp.axis)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if samples of `length` tokens are too long: a rank was given more than its own part."""

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, option
 from megatron.core.ops.compile.compile_config import CompileConfig
-from megatron.core.transformer.attention_score_config import AttentionConfig
 from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception
+from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.shape_config import ShapeConfig
 
 if TYPE_CHECKING:  # the settings are read without torch, for --help
     import torch
 
-_RECOMPUTED = ("core_attn", "mlp", "layernorm")
-_EXPERTS = "mixture of experts (--num-experts)"
+_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", *_OF_EXPERTS)
 _PATTERNS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}  # setting -> the entry of an exception in its list
-_NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention"}
+_NOT_HERE = {"mla_up_proj": "multi-latent attention"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RecomputeConfig(FlagConfig):
     recompute_modules: list[str] = option(
         ["core_attn"],
         "with --recompute-granularity selective, what to recompute: core_attn (attention scores and softmax), mlp, "
-        "layernorm (outputs of the norms)",
+        "layernorm (outputs of the norms), moe (whole mixtures of experts), moe_act (activations of experts), shared_experts",
         metavar="NAME",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
@@ -113,7 +113,7 @@ class RecomputeConfig(FlagConfig):
                 yield f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}"
 
     def recomputes(self, module: str) -> bool:
-        """Return whether the backward recomputes this part of every layer: core_attn, mlp or layernorm."""
+        """Return whether the backward recomputes this part of every layer: one of the names of --recompute-modules."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
 
@@ -170,11 +170,19 @@ class PrecisionConfig(FlagConfig):
 
 
 @dataclass(frozen=True)
-class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, AttentionConfig):
+class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, MoEConfig):
     """Model."""  # a dataclass lists the fields of its last base first, and so do help and manifests
+
+    def recomputes(self, module: str) -> bool:
+        return super().recomputes(module) or (module == "moe" and self.moe_layer_recompute)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if not self.has_experts and (names := {*_OF_EXPERTS} & {*self.recompute_modules}):
+            yield (
+                f"--recompute-modules {' '.join(sorted(names))} recomputes experts, and the model has none; leave it out, or "
+                "give --num-experts"
+            )
         # a norm's output can be discarded if one block alone reads it
         if self.recomputes("layernorm"):
             conflict = None
@@ -191,7 +199,9 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, A
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:
     """Return the reasons why this tensor-parallel size does not divide the layers."""
-    sizes = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
+    sizes = {"--num-attention-heads": config.num_attention_heads}
+    if config.has_dense_mlp:
+        sizes["ffn hidden size"] = config.ffn_size
     problems = [
         f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}); change one"
         for name, size in sizes.items()
@@ -199,6 +209,21 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
     ]
     if config.group_query_attention and (problem := query_group_problem(config.num_query_groups, tensor_parallel_size)):
         problems.append(problem)
+    return problems
+
+
+def expert_parallel_problems(config: MoEConfig, expert: int, expert_tensor: int) -> list[str]:
+    """Return the reasons why these expert- and expert-tensor-parallel sizes do not divide the experts."""
+    problems = []
+    if config.num_experts % expert:
+        problems.append(
+            f"--num-experts ({config.num_experts}) must be a multiple of --expert-model-parallel-size ({expert}); change one"
+        )
+    if config.expert_ffn_size % expert_tensor:
+        problems.append(
+            f"the hidden size of an expert ({config.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
+            f"--expert-tensor-parallel-size ({expert_tensor}); change one"
+        )
     return problems
 
 

@@ -24,7 +24,7 @@ from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.pipeline_parallel.layer_split import split_layers
+from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
@@ -35,6 +35,7 @@ from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
+from megatron.core.transformer.moe.moe_layer import ParallelMoE, mlp_of_layer
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute_in_backward import discard_and_recompute, recompute_in_backward
 from megatron.core.transformer.spec_utils import ContextSpec, build_module, build_part, is_custom_part
@@ -67,7 +68,7 @@ class TransformerLayerSubmodules:
 # Our parts. They are the same objects in all layers, so that two specs of ours are equal.
 _NORM = ContextSpec(lambda config, layer, context: make_norm(config, context))
 _SELF_ATTENTION = ContextSpec(ParallelAttention)
-_MLP = ContextSpec(ParallelMLP)
+_MLP = ContextSpec(mlp_of_layer)
 # numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention
 CROSS_ATTENTION = ContextSpec(
     lambda config, layer, context: ParallelCrossAttention(config, config.all_layers + layer, context)
@@ -180,7 +181,7 @@ class TransformerLayer(MegatronModule):
         self.norm_placement = settings.norm_placement
         self.residual_multiplier = settings.residual_multiplier
         self.apply_residual_connection_post_layernorm = settings.apply_residual_connection_post_layernorm
-        self.recomputes_mlp = settings.recomputes("mlp")
+        self.recomputes_mlp = settings.recomputes("moe" if isinstance(self.mlp, ParallelMoE) else "mlp")
         self.recomputes_norms = settings.recomputes("layernorm")
         self.keys = place.keys
         self.compiled = compiles(settings, place.tp.device)
@@ -434,15 +435,19 @@ def layers_of_stage(config: Any, num_layers: int | None = None, vp_stage: int | 
     """
     state = get_global_state()
     stages = state.mesh.stages
-    layers = split_layers(
-        num_layers or config.num_layers,
-        len(stages.ranks),
-        stages=stages,
-        first=getattr(config, "num_layers_in_first_pipeline_stage", None),
-        last=getattr(config, "num_layers_in_last_pipeline_stage", None),
-        embedding_as_layer=getattr(config, "account_for_embedding_in_pipeline_split", False),
-        loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
-    )
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        layers = split_by_layout(layout, num_layers or config.num_layers, len(stages.ranks))
+    else:
+        layers = split_layers(
+            num_layers or config.num_layers,
+            len(stages.ranks),
+            stages=stages,
+            first=getattr(config, "num_layers_in_first_pipeline_stage", None),
+            last=getattr(config, "num_layers_in_last_pipeline_stage", None),
+            embedding_as_layer=getattr(config, "account_for_embedding_in_pipeline_split", False),
+            loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
+        )
     stages_of_rank = stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
     position = (state.virtual_rank or 0) if vp_stage is None else vp_stage
     return layers[stages_of_rank[position]]

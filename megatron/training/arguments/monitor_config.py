@@ -103,12 +103,18 @@ class TensorBoardConfig(FlagConfig):
         "do not log the learning rate",
         flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
-    log_loss_scale_to_tensorboard: bool = option(True, "do not log the loss scale")
+    log_loss_scale_to_tensorboard: bool = option(
+        True,
+        "do not log the loss scale",
+        flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+    )
     log_validation_ppl_to_tensorboard: bool = option(False, "log validation perplexity")
     log_memory_to_tensorboard: bool = option(False, "log device memory")
     log_world_size_to_tensorboard: bool = option(False, "log the world size")
     moe_per_layer_logging: bool = option(
-        False, "log auxiliary losses, which a model's layers add to the objective, of each layer too"
+        False,
+        "log auxiliary losses, which a model's layers add to the objective, of each layer too, and the largest and the "
+        "smallest load of an expert of each layer",
     )
     wandb_project: str | None = option(
         None, "Weights & Biases project for the curves that --tensorboard-dir has", metavar="NAME", read=read_wandb

@@ -9,11 +9,11 @@ from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, o
 from megatron.core.base.user_error_or_bug import is_user_error
 from megatron.core.dist_checkpointing.manifest_format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.registry import unchecked_step
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
-from megatron.core.transformer.model_config import tensor_parallel_problems
+from megatron.core.transformer.model_config import expert_parallel_problems, tensor_parallel_problems
 from megatron.training.arguments.checkpoint_to_load import latest_iteration_in
 from megatron.training.arguments.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.arguments.monitor_config import watch_problems
@@ -248,6 +248,11 @@ def _data_problems(config: Config, _: int) -> Iterator[str]:
             "--full-validation with --mock-data, which has no end, reads --eval-iters batches, but --eval-iters is "
             "0; raise --eval-iters"
         )
+    if config.fim.fim_data and data.dataloader_inter_document_masking:
+        yield (
+            "--dataloader-inter-document-masking goes by the lengths of documents, which --fim-data changes; use "
+            "--reset-attention-mask and --reset-position-ids, which look for the token that ends a document"
+        )
     if config.fim.fim_data and config.data.mock_data:
         yield "--fim-data reorders text, but --mock-data has no text; leave one of them out"
 
@@ -368,6 +373,23 @@ def _expert_problems(config: Config, _: int) -> Iterator[str]:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     sharded = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    model = config.transformer
+    tp = parallel.tensor_model_parallel_size
+    if model.has_experts:
+        yield from expert_parallel_problems(model, size, sharded)
+        shared = model.moe_shared_expert_intermediate_size or 0
+        if shared % tp:
+            yield (
+                f"--moe-shared-expert-intermediate-size ({shared}) must be a multiple of --tensor-model-parallel-size ({tp}); "
+                "change one"
+            )
+        rows = (config.data.seq_length or 0) // parallel.context_parallel_size
+        if rows % tp and not parallel.sequence_parallel_on:
+            yield (
+                f"--num-experts: tensor-parallel ranks divide the {rows} tokens of a sample among them before they are sent to "
+                f"experts, so --seq-length must be a multiple of --tensor-model-parallel-size ({tp}) x "
+                f"--context-parallel-size ({parallel.context_parallel_size}); change one"
+            )
     if config.data_parallel.fixed_order_grad_reduce and (size, sharded) != (1, parallel.tensor_model_parallel_size):
         yield (
             f"--fixed-order-grad-reduce is not built for experts on other ranks than the other layers "
@@ -420,13 +442,14 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             f"{actions:,} forwards and backwards over all stages, above the limit of {_MOST_ACTIONS:,}; lower it, or raise "
             "--micro-batch-size or the number of data-parallel ranks"
         ]
+    group = parallel.microbatch_group_size_per_vp_stage
     for size in sorted(set(sizes)):
         microbatches = size // config.samples_at_once(world_size)
         try:
             if size in (min(sizes), max(sizes)):  # two sizes are enough to show a wrong schedule
-                make_schedule(config.schedule_name, stages, microbatches, chunks)
+                make_schedule(config.schedule_name, stages, microbatches, chunks, group)
             else:
-                SCHEDULES[config.schedule_name](stages, microbatches, chunks)
+                unchecked_step(config.schedule_name, stages, microbatches, chunks, group)
         except ValueError as error:
             if not is_user_error(error):
                 raise
@@ -441,7 +464,16 @@ def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | No
     at_once = config.samples_at_once(world_size)
     ranks = config.data_parallel_size(world_size)
     product = f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size ({ranks})"
-    if training.eval_global_batch_size is not None and training.eval_global_batch_size % at_once:
+    eval_at_once = config.eval_samples_at_once(world_size)
+    eval_size = training.eval_global_batch_size or sizes[-1]
+    if config.validates and training.eval_micro_batch_size is not None and eval_size % eval_at_once:
+        flag = "--global-batch-size" if training.eval_global_batch_size is None else "--eval-global-batch-size"
+        return (
+            f"{flag} ({eval_size}) must be a multiple of {eval_at_once} = --eval-micro-batch-size "
+            f"({training.eval_micro_batch_size}) x data-parallel size ({ranks}), since validation takes as many samples at "
+            "once; change one, or give --eval-global-batch-size"
+        )
+    if training.eval_global_batch_size is not None and training.eval_global_batch_size % eval_at_once:
         return f"--eval-global-batch-size ({training.eval_global_batch_size}) must be a multiple of {product}"
     if training.decrease_batch_size_if_needed:
         if all(sizes):

@@ -188,13 +188,18 @@ class AnyBatch(GeneratedBatch):
     ) -> tuple[Tensor, ...]:
         """Return a tensor of `shape` for each key: distinct token ids for tokens, else zeros.
 
-        shape None: [b, s], or [b, s + 1] for the single key "text". The ids differ because the gradient of a sparse
-        embedding takes memory for each row that occurs.
+        shape None: [b, s], [b] for the key "is_random", or [b, s + 1] for the single key "text". The ids differ because
+        the gradient of a sparse embedding takes memory for each row that occurs.
         """
         if shape is None:
             b, s = self.shape
-            # Megatron 2's GPT reads inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
+            # A GPT's script may read inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
             shape = (b, s + 1) if keys == ["text"] else (b, s)
+            if "is_random" in keys:  # of a BERT's samples: one number each
+                others = self.generate([key for key in keys if key != "is_random"], shape, dtype, device)
+                by_key = iter(others)
+                number = torch.zeros(b, dtype=dtype, device=device)  # [b]
+                return tuple(number if key == "is_random" else next(by_key) for key in keys)
         packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)  # [keys, b, s]
         for key, values in zip(keys, packed):
             if key in ("tokens", "text"):
@@ -447,11 +452,12 @@ def _planned_microbatches(runtime: Runtime) -> int:
     """
     config = runtime.config
     m = max(runtime.batch_sizes.sizes) // runtime.samples_at_once
-    p = config.parallel.pipeline_model_parallel_size
+    # chunks take turns after as many microbatches as there are stages, or after a group of the user's size
+    at_once = config.parallel.microbatch_group_size_per_vp_stage or config.parallel.pipeline_model_parallel_size
     per_rank = 4 if config.chunks_per_rank > 1 else 2
-    if config.schedule_name == "gpipe" or m < (per_rank + 2) * p:
+    if config.schedule_name == "gpipe" or m < (per_rank + 2) * at_once:
         return m
-    return per_rank * p
+    return per_rank * at_once
 
 
 def _microbatches_to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:

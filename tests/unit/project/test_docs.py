@@ -149,6 +149,10 @@ COMMANDS = {
         "torchrun --nproc-per-node 8 pretrain_t5.py ...": "tests/ranks/models/test_pretrain_t5.py::test_the_commands_of_the_page_train",
         "python tools/generate.py ...": "tests/ranks/inference/test_generate_t5.py::test_the_decoder_writes_what_the_plain_model_says",
     },
+    "docs/experts.md": {
+        "python pretrain_gpt.py ...": "tests/ranks/transformer/test_moe_runs.py::test_the_commands_of_the_page_train",
+        "torchrun --nproc-per-node 2 pretrain_gpt.py ...": "tests/ranks/transformer/test_moe_runs.py::test_the_commands_of_the_page_train",
+    },
     "docs/adding_a_model.md": {
         "python tools/plot_schedule.py ...": "tests/unit/tools/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
         "torchrun --nproc-per-node 2 examples/minimal_fork/pretrain.py ...": "tests/processes/test_documents.py::test_the_fork_of_the_page_trains",

@@ -75,12 +75,14 @@ FOREIGN = {
         "megatron/core/base/dataclass_flags.py": "__metadata__",
         "megatron/core/distributed/released_tensor_guards.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
+        "megatron/training/memory/fake_tensor_mode.py": "__module__",
         "megatron/training/memory/oom_advice.py": "__notes__",
     },
     "of an error of any kind, which a store's library raises": {
         "megatron/core/storage/object_store.py": "errno strerror"
     },
     "torch's, which differ between versions": {
+        "megatron/core/transformer/moe/experts.py": "grouped_mm",
         "megatron/core/parallel/collectives.py": "all_gather_single reduce_scatter_single",
         "megatron/core/parallel/accelerator.py": "memory _record_memory_history",
         "megatron/deepspeed/comm.py": "all_gather_single reduce_scatter_single",
@@ -95,7 +97,7 @@ FOREIGN = {
     "DeepSpeed's, of a script's arguments": {"megatron/deepspeed/engine.py": "deepspeed_config"},
     "Megatron's, of a script's arguments or config, of any of its releases": {
         "megatron/core/transformer/transformer_layer.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
         "megatron/core/transformer/module.py": "sequence_parallel",
         "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
         "megatron/core/tensor_parallel/layers.py": "params_dtype sequence_parallel",

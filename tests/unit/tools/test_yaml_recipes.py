@@ -36,6 +36,8 @@ TINY = (
     "--exit-interval 1 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --device cpu --log-interval 1 --num-workers 0"
 )
 TINY_OF = {
+    "expert-model-parallel-size": "--expert-model-parallel-size 1",
+    "moe-ffn-hidden-size": "--moe-ffn-hidden-size 48",
     "num-query-groups": "--num-query-groups 2",
     "embedding-multiplier": "--embedding-multiplier 8",
     "window-size": "--window-size 15,0",

@@ -1,0 +1,201 @@
+"""Mixtures of experts in any layout train as one process: losses, norms, every gradient and weight, and the experts' biases."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+
+import pytest
+import torch
+from covering import Combined, covering
+from expert_models import BATCH, GPT2, LLAMA, ROUTERS, SUBJECT, zero
+from local_ranks import run_ranks
+from tiny_run import Layout, Outcome, TinyTrainer, assert_equal, pieces_of_chunks, put_together
+from torch import Tensor
+
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.transformer.model_config import ModelConfig
+
+
+class Found(dict):
+    """What one rank knows: of `Outcome`, with the biases of its layers, and its calls of the last step."""
+
+
+def train(mesh: Mesh, config: ModelConfig, layout: Layout, steps: int) -> Found:
+    optimizer = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+    tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, optimizer=optimizer, subject=SUBJECT)
+    found = Found(losses=[], norms=[], grads=[])
+    for number in range(steps):
+        with mesh.ledger.record() as calls:
+            result = tiny.step(number)
+        found["losses"].append(sum(result.losses.values()))
+        found["norms"].append(result.grad_norm)
+        found["grads"].append(pieces_of_chunks(tiny.chunks, mesh, lambda p: p.main_grad, {"sums": tiny.buffers}))
+    tiny.finish_param_gather()
+    sharded = [buffer for buffer in tiny.buffers if buffer.stage == 3]
+    found["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": sharded})
+    named = [pair for chunk in tiny.model for pair in chunk.module.named_buffers()]
+    found["biases"] = {name: value for name, value in named if name.endswith("expert_bias")}
+    assert all(not value.any() for name, value in named if name.endswith("tokens_per_expert"))
+    found["calls"] = Counter((call.op, call.axis) for call in calls)
+    found["is_last"] = mesh.has_last_stage
+    return found
+
+
+def outcome(config: ModelConfig, layout: Layout, steps: int = 2) -> tuple[Outcome, dict[str, Tensor], list[Found]]:
+    ranks = run_ranks(
+        layout.sizes,
+        partial(train, config=layout.applied_to(config), layout=layout, steps=steps),
+        delayed=layout.delayed,
+        ranks_per_kv_head=config.ranks_per_kv_head(layout.tp),
+        stages=layout.stages if layout.pp > 1 else None,
+    )
+    biases: dict[str, Tensor] = {}
+    for rank in ranks:
+        assert rank["norms"] == ranks[0]["norms"]
+        for name, value in rank["biases"].items():
+            assert torch.equal(biases.setdefault(name, value), value), f"{name} differs between ranks"
+    whole = Outcome(
+        losses=[rank for rank in ranks if rank["is_last"]][-1]["losses"],
+        norms=ranks[0]["norms"],
+        grads=[put_together([rank["grads"][step] for rank in ranks]) for step in range(steps)],
+        weights=put_together([rank["weights"] for rank in ranks]),
+    )
+    return whole, biases, ranks
+
+
+MODELS = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def config_of(model: str, router: str) -> ModelConfig:
+    return replace(MODELS[model], **ROUTERS[router])
+
+
+@cache
+def one_process(model: str, router: str) -> tuple[Outcome, dict[str, Tensor]]:
+    return outcome(config_of(model, router), Layout(m=2))[:2]
+
+
+LAYOUTS = [
+    Layout(dp=2, tp=2, pp=2, ep=2, m=2, data_parallel=zero(3)),
+    Layout(dp=4, ep=4, m=1, data_parallel=zero(1), delayed=True),
+    Layout(tp=2, sp=True, ep=2, etp=1, m=2, recompute="uniform 1"),
+    Layout(tp=2, m=2),
+    Layout(cp=2, dp=2, ep=4, m=2, data_parallel=zero(2)),
+    Layout(pp=2, dp=2, ep=2, m=2, schedule="zb-h1", data_parallel=zero(3, overlap_param_gather=True)),
+    Layout(pp=2, v=2, tp=2, sp=True, dp=2, ep=2, m=2, schedule="interleaved", data_parallel=zero(1)),
+    Layout(dp=4, ep=2, m=1, data_parallel=zero(3), recompute="all parts", delayed=True),
+    Layout(tp=2, dp=2, ep=4, etp=1, m=2, data_parallel=zero(2), schedule="1f1b"),
+    Layout(dp=2, etp=2, m=2, data_parallel=zero(0)),
+    Layout(cp=2, tp=2, sp=True, ep=2, m=2, recompute="uniform 2", data_parallel=zero(0)),
+    Layout(dp=4, ep=2, m=1, data_parallel=zero(1, num_distributed_optimizer_instances=2)),
+    Layout(pp=2, v=2, dp=2, ep=2, m=2, schedule="zb-v", data_parallel=zero(2), recompute="selective"),
+    Layout(tp=2, pp=2, dp=2, ep=2, m=2, schedule="zb-h1", data_parallel=zero(2), delayed=True),
+]
+# zb-v is run with llama, whose embeddings are not tied
+CASES = [
+    (layout, list(MODELS)[(i + (layout.schedule == "zb-v")) % 2], list(ROUTERS)[i % len(ROUTERS)])
+    for i, layout in enumerate(LAYOUTS)
+]
+
+
+PIPELINES = {
+    "alone": {},
+    "1f1b": {"pp": 2},
+    "vpp": {"pp": 2, "v": 2, "schedule": "interleaved"},
+    "zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "zb-v": {"pp": 2, "v": 2, "schedule": "zb-v"},
+}
+DIMENSIONS = {
+    "tp": (1, 2),
+    "sp": (False, True),
+    "pipeline": tuple(PIPELINES),
+    "cp": (1, 2),
+    "dp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "etp": (None, 1, 2),
+    "stage": (0, 1, 2, 3),
+    "groups": (1, 2),
+    "recompute": ("none", "uniform 1", "selective", "all parts", "experts"),
+    "delayed": (False, True),
+    "model": tuple(MODELS),
+    "router": tuple(ROUTERS),
+}
+
+
+@dataclass(frozen=True)
+class Case(Combined):
+    """One choice of each dimension, in the order of DIMENSIONS."""
+
+    tp: int
+    sp: bool
+    pipeline: str
+    cp: int
+    dp: int
+    ep: int
+    etp: int | None
+    stage: int
+    groups: int  # of ranks that have all shards
+    recompute: str
+    delayed: bool
+    model: str
+    router: str
+
+    @property
+    def layout(self) -> Layout:
+        config = zero(self.stage, num_distributed_optimizer_instances=self.groups)
+        same = {name: getattr(self, name) for name in ("tp", "sp", "cp", "dp", "ep", "etp", "delayed")}
+        recompute = "none" if self.recompute == "experts" else self.recompute
+        return Layout(**same, **PIPELINES[self.pipeline], m=2, recompute=recompute, data_parallel=config)
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(config_of(self.model, self.router), moe_layer_recompute=self.recompute == "experts")
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * PIPELINES[self.pipeline].get("pp", 1)
+
+    @property
+    def can_be(self) -> bool:
+        of_experts = self.ep * (self.etp or self.tp) * self.groups
+        return (
+            self.ranks <= 16
+            and self.tp * self.cp * self.dp % of_experts == 0
+            and not (self.sp and self.tp == 1)
+            and not (self.groups > 1 and (self.stage == 0 or self.dp == 1))
+            and not (self.pipeline == "zb-v" and self.model == "gpt2")
+        )
+
+
+@cache
+def covering_cases() -> tuple[Case, ...]:
+    """Cases in which every two choices that can stand together do."""
+    plain = Case(1, False, "alone", 1, 1, 1, None, 1, 1, "none", False, "llama", "softmax")
+    seeds = [replace(plain, tp=tp, sp=tp > 1, dp=dp, cp=cp) for tp in (1, 2) for dp in (1, 2, 4) for cp in (1, 2)]
+    return covering(Case, DIMENSIONS, 2, seeds=[asdict(seed) for seed in seeds])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}") for i, case in enumerate(covering_cases())])
+def test_every_pair_of_choices_trains_as_one_process(case: Case):
+    """python -m pytest tests/ranks/transformer/test_moe_layouts.py -m sweep"""
+    got, biases, _ = outcome(case.config, case.layout)
+    expected, biases_of_one = one_process(case.model, case.router)
+    assert_equal(got, expected, 1e-10)
+    assert biases.keys() == biases_of_one.keys()
+    assert all(torch.equal(biases[name], value) for name, value in biases_of_one.items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "router"),
+    [pytest.param(*case, id=f"{case[0]}-zero{case[0].data_parallel.stage}-{case[1]}-{case[2]}") for case in CASES],
+)
+def test_every_layout_trains_as_one_process(layout: Layout, model: str, router: str):
+    got, biases, _ = outcome(config_of(model, router), layout)
+    expected, biases_of_one = one_process(model, router)
+    assert_equal(got, expected, 1e-10)
+    assert biases.keys() == biases_of_one.keys()
+    for name, value in biases_of_one.items():
+        assert torch.equal(biases[name], value), name
+    assert router != "bias" or any(value.any() for value in biases.values())
