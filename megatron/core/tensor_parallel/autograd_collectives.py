@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 
@@ -79,6 +80,55 @@ def all_to_all_v(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[
     backward; the backward sends the gradients of the rows back. Raises ValueError if the numbers do not fit x.
     """
     return _AllToAllV.apply(x, axis, sent, received)
+
+
+class StartedAllToAll:
+    """`all_to_all_v` in two halves, with other work between them: `StartedAllToAll(x, axis, sent, received)`, then `wait()`.
+
+    The backward of `wait` starts to send the gradients back, and the backward of the start waits for them: what lies between
+    the two in the forward lies between them in the backward.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]):
+        self.in_flight: AsyncHandle[Tensor] | None = None
+        self.axis = axis
+        self.splits = sent, received
+        self._started = _Start.apply(x, self)  # []: has no values, and ties the halves together in autograd's graph
+
+    def wait(self) -> Tensor:
+        """Return what has arrived: [sum of received, ..]."""
+        return _Wait.apply(self._started, self)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: StartedAllToAll) -> Tensor:
+        """x: [sum of sent, ..] -> [0]"""
+        ctx.exchange = exchange
+        exchange.in_flight = collectives.start_all_to_all_v(x.contiguous(), exchange.axis, *exchange.splits)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """-> the gradient of x, which `_Wait` has started to send. Saved: no tensor."""
+        handle, ctx.exchange.in_flight = ctx.exchange.in_flight, None
+        return handle.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: StartedAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        handle, exchange.in_flight = exchange.in_flight, None
+        return handle.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [sum of received, ..] -> [0]. Saved: no tensor."""
+        exchange = ctx.exchange
+        sent, received = exchange.splits
+        exchange.in_flight = collectives.start_all_to_all_v(grad.contiguous(), exchange.axis, received, sent)
+        return grad.new_empty(0), None
 
 
 # ---------------------------------------------------------------- directions

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, option
 from megatron.core.ops.compile.compile_config import CompileConfig
-from megatron.core.transformer.attention_score_config import AttentionConfig
 from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception
+from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.shape_config import ShapeConfig
 
 if TYPE_CHECKING:  # the settings are read without torch, for --help
     import torch
 
-_RECOMPUTED = ("core_attn", "mlp", "layernorm")
-_EXPERTS = "mixture of experts (--num-experts)"
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 _PATTERNS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}  # setting -> the entry of an exception in its list
-_NOT_HERE = {"moe_act": _EXPERTS, "moe": _EXPERTS, "shared_experts": _EXPERTS, "mla_up_proj": "multi-latent attention"}
+_NOT_HERE = {"mla_up_proj": "multi-latent attention"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class RecomputeConfig(FlagConfig):
     recompute_modules: list[str] = option(
         ["core_attn"],
         "with --recompute-granularity selective, what to recompute: core_attn (attention scores and softmax), mlp, "
-        "layernorm (outputs of the norms)",
+        "layernorm (outputs of the norms), moe (whole mixtures of experts), moe_act (activations of experts), shared_experts",
         metavar="NAME",
     )
     recompute_method: Literal["uniform", "block"] | None = option(
@@ -113,7 +112,7 @@ class RecomputeConfig(FlagConfig):
                 yield f"--recompute-modules {name} is not one of {', '.join(_RECOMPUTED)}"
 
     def recomputes(self, module: str) -> bool:
-        """Return whether the backward recomputes this part of every layer: core_attn, mlp or layernorm."""
+        """Return whether the backward recomputes this part of every layer: one of the names of --recompute-modules."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
 
@@ -170,7 +169,7 @@ class PrecisionConfig(FlagConfig):
 
 
 @dataclass(frozen=True)
-class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, AttentionConfig):
+class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, MoEConfig):
     """Model."""  # a dataclass lists the fields of its last base first, and so do help and manifests
 
     def problems(self) -> Iterator[str]:

@@ -499,49 +499,23 @@ NO_EFFECT = by_flag(
 # Scripts give a dozen of these at once; to train a dense model a user takes out the one flag that switches them on.
 SILENT = by_flag(
     OtherFlags(
-        "only mixtures of experts read it, and there are none without --num-experts",
+        "it chooses kernels of experts, routers and permutations, which are torch's here: the same formulas",
+        switches=("--moe-use-legacy-grouped-gemm", "--moe-router-fusion", "--moe-permute-fusion"),
+        values={"--moe-deepep-num-sms": "N", "--moe-hybridep-num-sms": "N", "--moe-flex-dispatcher-backend": "NAME"},
+    ),
+    OtherFlags(
+        "there is no fp8 or CUDA graph here for which rows of experts would be padded",
         switches=(
-            "--moe-grouped-gemm",
-            "--moe-extended-tp",
-            "--moe-shared-expert-overlap",
-            "--moe-use-legacy-grouped-gemm",
-            "--moe-layer-recompute",
-            "--moe-router-fusion",
-            "--moe-router-pre-softmax",
-            "--moe-router-enable-expert-bias",
-            "--moe-router-force-load-balancing",
             "--moe-router-padding-for-fp8",
-            "--moe-enable-deepep",
-            "--moe-permute-fusion",
-            "--moe-pad-expert-input-to-capacity",
-            "--moe-apply-probs-on-input",
+            "--moe-router-padding-for-quantization",
             "--moe-pad-experts-for-cuda-graph-inference",
-            "--moe-token-dropping",
-            "--overlap-moe-expert-parallel-comm",
-            "--delay-wgrad-compute",
         ),
-        values={
-            "--moe-router-topk": "N",
-            "--moe-token-dispatcher-type": "NAME",
-            "--moe-layer-freq": "TEXT",
-            "--moe-ffn-hidden-size": "N",
-            "--moe-shared-expert-intermediate-size": "N",
-            "--moe-router-dtype": "NAME",
-            "--moe-router-score-function": "NAME",
-            "--moe-router-num-groups": "N",
-            "--moe-router-group-topk": "N",
-            "--moe-router-topk-scaling-factor": "X",
-            "--moe-router-bias-update-rate": "X",
-            "--moe-z-loss-coeff": "X",
-            "--moe-input-jitter-eps": "X",
-            "--moe-deepep-num-sms": "N",
-            "--moe-expert-capacity-factor": "X",
-            "--moe-token-drop-policy": "NAME",
-            "--moe-upcycling-granularity": "N",
-            "--moe-router-topk-limited-devices": "N",
-        },
-        lists={"--moe-router-load-balancing-type": "NAME", "--moe-aux-loss-coeff": "X"},
-    )
+    ),
+    OtherFlags("Megatron does not read it either", switches=("--moe-token-dropping", "--moe-extended-tp")),
+    OtherFlags(
+        "weight gradients and the sending of tokens overlap as the schedule and --moe-shared-expert-overlap say",
+        switches=("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
+    ),
 )
 
 WARNED = by_flag(
@@ -581,10 +555,26 @@ REFUSED = by_flag(
     OtherFlags("was renamed; use --recompute-num-layers", values={"--activations-checkpoint-num-layers": "N"}),
     # ---- the model
     OtherFlags(
-        "mixtures of experts are not built yet; leave it out",
+        "a trainer does not turn a dense checkpoint into experts; leave it out",
         switches=("--moe-use-upcycling",),
-        values={"--num-experts": "N"},
-        harmless={"--num-experts": ("0", "1")},
+        values={"--moe-upcycling-granularity": "N"},
+    ),
+    OtherFlags(
+        "is deprecated in Megatron; give --moe-router-num-groups and --moe-router-group-topk",
+        values={"--moe-router-topk-limited-devices": "N"},
+    ),
+    OtherFlags(
+        "needs the kernels of DeepEP; leave it out, and give --moe-token-dispatcher-type alltoall",
+        switches=("--moe-enable-deepep",),
+    ),
+    OtherFlags(
+        "was renamed; use --recompute-granularity selective --recompute-modules moe",
+        switches=("--moe-layer-recompute",),
+    ),
+    OtherFlags("experts in a latent width are not built yet; leave it out", values={"--moe-latent-size": "N"}),
+    OtherFlags(
+        "is not built; --moe-router-force-load-balancing chooses experts in turn",
+        values={"--moe-router-force-biased": "X"},
     ),
     OtherFlags(_BERT, switches=("--output-bert-embeddings",), values={"--bert-load": "DIR", "--ict-load": "DIR"}),
     OtherFlags(

@@ -162,6 +162,7 @@ class LanguageModelStage(nn.Module):
         self.context = context
         self.aux_losses = context.aux_losses
         self.aux_losses.num_layers = config.all_layers
+        self.aux_losses.declare(*config.aux_loss_names)
         self.vocab_size = vocab_size
         self.axis = context.tp.axis
         self.language_model = self.body(config, vocab_size=vocab_size, context=context, **parts)

@@ -31,6 +31,7 @@ class ModelRules:
     reads_text: --data-path names token files; the run checks for them before ranks communicate.
     has_experts: parameters are sharded over expert-parallel ranks. A model with a name and without experts refuses
         --expert-model-parallel-size at once, any other when it is built.
+    reads_num_experts: --num-experts gives its layers experts. A model with a name that does not read it refuses it.
     """
 
     model: str = ""
@@ -38,20 +39,30 @@ class ModelRules:
     problems: Callable[[Any, Tokenizer | None], list[str]] = lambda config, tokenizer: []
     reads_text: bool = False
     has_experts: bool = False
+    reads_num_experts: bool = False
 
     def expert_problems(self, config: Any) -> list[str]:
-        """Return the problem of a number of expert-parallel ranks for a model that is known to have no experts."""
-        size = config.parallel.expert_model_parallel_size
-        if size == 1 or self.has_experts or not self.model:
+        """Return the problems of experts, or of expert-parallel ranks, for a model that is known to have no experts."""
+        if not self.model:
             return []
-        return [no_experts(size)]
+        problems = []
+        experts = config.transformer.has_experts
+        if experts and not self.reads_num_experts:
+            problems.append(
+                f"--num-experts {config.transformer.num_experts}: the layers of a {self.model} have no experts; leave it out, "
+                "or use pretrain_gpt.py"
+            )
+        size = config.parallel.expert_model_parallel_size
+        if size > 1 and not self.has_experts and not (experts and self.reads_num_experts):
+            problems.append(no_experts(size))
+        return problems
 
 
 def no_experts(size: int) -> str:
     """Return the problem of a model without experts. size: --expert-model-parallel-size."""
     return (
         f"--expert-model-parallel-size is {size}, but no parameter of the model is sharded over expert-parallel ranks; use 1. "
-        "--num-experts is not built yet; a script may have experts of its own: docs/adding_a_model.md"
+        "--num-experts N gives a GPT experts; a script may have its own: docs/adding_a_model.md"
     )
 
 
@@ -142,6 +153,7 @@ GPT_RULES = ModelRules(
     ),
     problems=_problems_of_gpt,
     reads_text=True,
+    reads_num_experts=True,
 )
 BERT_RULES = ModelRules(model="BertModel", problems=_problems_of_bert, reads_text=True)
 T5_RULES = ModelRules(

@@ -1,0 +1,178 @@
+"""The experts of a rank: all of a layer's in stacked weights, of which a rank has the shards that ep and etp give it.
+
+    linear_fc1.weight [E, 2, f, h]   gate and up of each expert; [E, 1, f, h] if it is not gated
+    linear_fc2.weight [E, h, f]
+
+ep divides the experts, etp the hidden features f of each. A parameter's gradient is a sum over all tokens, which the ranks of ep
+have brought here; the copies over edp add theirs.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.flops import Flops, LayerInput, weight_flops
+from megatron.core.ops.fused_layer_ops import activation_of
+from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
+from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
+from megatron.core.sharding.placement import Constant, InitialValue, Placement
+from megatron.core.tensor_parallel.linear_layers import size_per_rank
+from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.recompute_in_backward import discard_and_recompute
+
+
+class GroupedLinear(nn.Module):
+    """Y = X A_e^T + b_e for the rows of each expert e of this rank.
+
+    shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
+    each expert has one.
+
+    forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], context: LayerContext, init: InitialValue, *, shard: dict[str, int], bias: bool
+    ):
+        super().__init__()
+        tp = context.tp
+        ranks = context.experts
+        axes = {"ep": ranks.ep, "etp": ranks.etp}
+        local = list(shape)
+        for name, dim in shard.items():
+            local[dim] = size_per_rank(f"dimension {dim} of experts' weights, over {name}", shape[dim], axes[name])
+        of_experts = {"reduce_over": EXPERT_DATA_PARALLEL}
+        placement = Placement(shape, init, shard=shard, **of_experts)
+        self.tp = tp
+        self.weight = tp.parameter(tuple(local), placement, (ranks.ep, ranks.etp))
+        self.bias = None
+        if bias:
+            kept = {name: dim for name, dim in shard.items() if dim < len(shape) - 1}
+            # a bias that ranks of etp all have is added by the first, so their gradients are terms of a sum
+            copies = () if len(kept) == len(shard) else ("etp",)
+            of_bias = Placement(
+                shape[:-1], Constant(0.0), shard=kept, replicated_over=copies, partial_grad=copies, **of_experts
+            )
+            self.bias = tp.parameter(tuple(local[:-1]), of_bias, (ranks.ep, ranks.etp))
+
+    def forward(self, x: Tensor, counts: Sequence[int], *, adds_bias: bool = True) -> Tensor:
+        y = _GroupedProduct.apply(x, self.weight, tuple(counts), self.tp.weight_grads, self.tp.matmul)
+        if self.bias is None:
+            return y
+        biases = self.bias.flatten(1).unbind()  # [out] each
+        if not adds_bias:
+            biases = [bias * 0 for bias in biases]
+        return y + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, counts, strict=True)])
+
+
+class GroupedMLP(nn.Module):
+    """The experts: W2_e f(W1_e x), or gated W2_e (f(Wg_e x) * (Wu_e x)). forward(`ExpertRows`) -> [rows, h].
+
+    With several ranks of etp it is this rank's term of the results.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext):
+        super().__init__()
+        experts, f, h = config.num_experts, config.expert_ffn_size, config.hidden_size
+        activation = activation_of(
+            config.activation_region, config.activation_func_clamp_value, config.glu_linear_offset
+        )
+        self.topk = config.moe_router_topk
+        self.etp = context.experts.etp
+        self.activation = activation.select(config, context.tp.device)
+        self.recomputes_activation = config.recomputes("moe_act")
+        fc1 = (experts, 2 if config.is_gated else 1, f, h)
+        bias = config.has_mlp_bias
+        self.linear_fc1 = GroupedLinear(fc1, context, config.init, shard={"ep": 0, "etp": 2}, bias=bias)
+        self.linear_fc2 = GroupedLinear(
+            (experts, h, f), context, config.output_init, shard={"ep": 0, "etp": 2}, bias=bias
+        )
+
+    def forward(self, rows: ExpertRows) -> Tensor:
+        hidden = self.linear_fc1(rows.x, rows.counts)  # [rows, gate | up]
+        activations = self.activation(hidden, None)  # [rows, f / etp]
+        # ranks of etp have terms of one sum, to which the first adds the bias
+        result = self.linear_fc2(activations, rows.counts, adds_bias=self.etp.is_first)
+        if self.recomputes_activation and result.requires_grad:
+            discard_and_recompute(activations, partial(self.activation, hidden, None), until=result)
+        return result
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """Of each token the products with its experts, whichever they are. x: whose tokens are rows."""
+        flops = Flops()
+        for linear in (self.linear_fc1, self.linear_fc2):
+            shape = linear.weight.placement.shape
+            per_row = 1
+            for size in shape[1:]:
+                per_row *= size
+            flops += weight_flops(x, linear.weight, per_token=per_row)
+            x = x.after(linear)
+        return flops
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The product of each expert's rows with its weight; its weight gradient goes to `main_grad`, now or later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], store: WeightGradStore, matmul: MatmulBackend
+    ) -> Tensor:
+        """x: [rows, in], weight: [E, .., in] -> [rows, out]"""
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
+        ctx.rest = counts, store, matmul
+        parts = [matmul.forward(part, matrix, None) for part, matrix in zip(x.split(counts), _matrices(weight))]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [rows, out] -> the gradient of x [rows, in], and of the weight unless it is in `main_grad`.
+
+        Saved: x, and the weight for the gradient of x.
+        """
+        x, weight = ctx.saved_tensors
+        counts, store, matmul = ctx.rest
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = None
+        if needs_dgrad:
+            parts = zip(grad.split(counts), _matrices(weight))
+            grad_x = torch.cat([matmul.dgrad(part, matrix, None) for part, matrix in parts])
+        if needs_wgrad and store.is_collecting and main_grad_of(ctx.weight) is not None:
+            store.put(partial(_accumulate, ctx.weight, grad, x.detach(), counts, matmul))
+            grad_was_deferred(ctx.weight)
+        elif needs_wgrad:
+            grad_weight = _accumulate(ctx.weight, grad, x, counts, matmul)
+        return grad_x, grad_weight, None, None, None
+
+
+def _matrices(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the matrix [out, in] of each expert of a weight [E, .., in]."""
+    return weight.flatten(1, -2).unbind()
+
+
+@torch.no_grad()
+def _accumulate(
+    weight: Tensor, grad: Tensor, x: Tensor, counts: tuple[int, ...], matmul: MatmulBackend
+) -> Tensor | None:
+    """Add each expert's gradient grad^T x to `weight.main_grad` and return None; without a buffer, return it.
+
+    An expert without rows has a gradient too, of zeros.
+    """
+    grads, xs = grad.split(counts), x.split(counts)
+    main_grad, beta = main_grad_and_beta(weight)
+    if main_grad is None:
+        parts = [matmul.wgrad(part, rows, None) for part, rows in zip(grads, xs)]
+        return torch.stack(parts).view(weight.shape)
+    for total, part, rows in zip(main_grad.view(len(counts), -1, weight.shape[-1]), grads, xs):
+        if len(rows):
+            matmul.accumulate_wgrad(total, part, rows, beta, None)
+        elif not beta:
+            total.zero_()
+    grad_was_added(weight)
+    return None

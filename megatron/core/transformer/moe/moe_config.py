@@ -1,0 +1,250 @@
+"""Settings of a mixture of experts. Pure: --help reads them without torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.base.dataclass_flags import BelowOne, Count, NotNegative, Positive, WholeNumber, option, out_of_range
+from megatron.core.transformer.attention_score_config import AttentionConfig
+from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
+
+# --moe-router-load-balancing-type -> the name of its auxiliary loss in the log, as Megatron's; none has no loss.
+BALANCING_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "none": None,
+}
+Z_LOSS = "z_loss"
+
+_NOT_BUILT = {
+    "sinkhorn": "balances the tokens of one rank, so its choices depend on the layout",
+    "quantile_balancing": "is not built",
+}
+
+
+@dataclass(frozen=True)
+class MoEConfig(AttentionConfig):
+    """Mixtures of experts in the place of MLPs."""
+
+    num_experts: WholeNumber | None = option(
+        None, "experts in the MLP of a layer, of which each token visits --moe-router-topk; 0, 1: a dense MLP"
+    )
+    moe_layer_freq: str = option(
+        "1",
+        "which layers have experts: N: layers 0, N, 2 N, ...; or a list with 1 for those layers and 0 for layers with a "
+        "dense MLP, such as [0]*1+[1]*23",
+        metavar="N|LIST",
+        read=read_pattern,
+    )
+    moe_ffn_hidden_size: Count | None = option(None, "hidden size of each expert; default: that of a dense MLP")
+    moe_shared_expert_intermediate_size: Count | None = option(
+        None, "total hidden size of the shared experts, which every token visits; default: there are none"
+    )
+    moe_shared_expert_gate: bool = option(False, "multiply the result of the shared experts by a sigmoid gate")
+    moe_shared_expert_overlap: bool = option(
+        False,
+        "compute the shared experts while tokens travel to the other experts; needs --moe-token-dispatcher-type alltoall",
+    )
+    moe_router_topk: Count = option(2, "experts of each token")
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = option(
+        "softmax", "scores of the experts of a token: softmax over experts, or sigmoid or sqrt(softplus) of each logit"
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "softmax over all experts before the choice, instead of over the chosen experts after it"
+    )
+    moe_router_topk_scaling_factor: Positive | None = option(None, "multiply the weights of a token's experts by this")
+    moe_router_num_groups: Count | None = option(
+        None, "groups of consecutive experts; a token's experts are in its best --moe-router-group-topk groups"
+    )
+    moe_router_group_topk: Count | None = option(None, "groups from which the experts of a token are chosen")
+    moe_router_bias: bool = option(False, "bias of the router's logits, as GPT-OSS has")
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "balance experts without a loss: the choice, but not the weight, adds a bias that grows for experts with few "
+        "tokens; needs --moe-router-score-function sigmoid or sqrtsoftplus",
+    )
+    moe_router_bias_update_rate: NotNegative = option(1e-3, "change of an expert's bias in a step")
+    moe_router_dtype: Literal["fp32", "fp64"] | None = option(
+        None, "dtype of logits and weights of the router; default: that of the model, and fp32 with --bf16 or --fp16"
+    )
+    moe_router_load_balancing_type: list[str] = option(
+        ["aux_loss"],
+        "losses that balance the experts, each with a --moe-aux-loss-coeff: aux_loss (over a microbatch), seq_aux_loss (over "
+        "a sample), global_aux_loss (over all samples of the step so far), none",
+        metavar="TYPE",
+    )
+    moe_aux_loss_coeff: list[float] = option([0.0], "coefficient of each balancing loss; 1e-2 is usual", metavar="X")
+    moe_z_loss_coeff: NotNegative | None = option(None, "coefficient of the router's z-loss; 1e-3 is usual")
+    moe_input_jitter_eps: BelowOne | None = option(
+        None, "in training, multiply each input of the router by a draw from [1 - EPS, 1 + EPS]"
+    )
+    moe_router_force_load_balancing: bool = option(
+        False, "choose experts in turn instead of by their scores, to measure speed and memory"
+    )
+    moe_enable_routing_replay: bool = option(
+        False, "let a script record the choices of the routers and replay them: core/transformer/moe/router_replay.py"
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "each expert takes at most FACTOR x topk / experts of a sample's tokens and drops the others; default, and if "
+        "negative: no token is dropped",
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False,
+        "accepted for scripts that have it: experts compute the rows that they have, and padding changes no number",
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = option(
+        "probs", "tokens that an expert keeps with --moe-expert-capacity-factor: those of largest weight, or the first"
+    )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = option(
+        "allgather",
+        "how tokens reach experts on other ranks: alltoall: each token is sent to its experts; allgather: every rank "
+        "receives all tokens, which is less to send only if a token visits more experts than there are ranks",
+    )
+    moe_grouped_gemm: bool = option(
+        False, "multiply all experts of a rank by one call where the device and dtype have it, else one by one"
+    )
+    moe_apply_probs_on_input: bool = option(
+        False, "with --moe-router-topk 1: multiply inputs of experts by the weights"
+    )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if any(out_of_range(self)):
+            return
+        kinds = self.moe_router_load_balancing_type
+        for kind in kinds:
+            if kind in _NOT_BUILT:
+                yield f"--moe-router-load-balancing-type {kind} {_NOT_BUILT[kind]}; give one of {', '.join(BALANCING_LOSSES)}"
+            elif kind not in BALANCING_LOSSES:
+                yield f"--moe-router-load-balancing-type {kind} is not one of {', '.join(BALANCING_LOSSES)}"
+        if any(not 0 <= coefficient < float("inf") for coefficient in self.moe_aux_loss_coeff):
+            yield f"--moe-aux-loss-coeff is {_spaced(self.moe_aux_loss_coeff)}; it must not be negative"
+        if not self.has_experts:
+            return
+        yield from self._problems_of_choice()
+        yield from self._problems_of_layers()
+        if len(kinds) != len(self.moe_aux_loss_coeff):
+            yield (
+                f"--moe-router-load-balancing-type {_spaced(kinds)} needs as many --moe-aux-loss-coeff, not "
+                f"{_spaced(self.moe_aux_loss_coeff)}; give {len(kinds)}"
+            )
+        if len(set(kinds)) < len(kinds):
+            yield f"--moe-router-load-balancing-type {_spaced(kinds)} has a type twice; give each once"
+        if self.moe_token_dispatcher_type == "flex":
+            yield (
+                "--moe-token-dispatcher-type flex needs kernels of DeepEP, HybridEP or NCCL, which are not used here; give alltoall"
+            )
+
+    def _problems_of_choice(self) -> Iterator[str]:
+        """Yield problems of the choice of experts."""
+        experts = self.num_experts
+        k = self.moe_router_topk
+        groups = self.moe_router_num_groups
+        kept = self.moe_router_group_topk
+        if k > experts:
+            yield f"--moe-router-topk {k} is more than the experts of a layer (--num-experts {experts}); change one"
+        elif k == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+            yield (
+                "--moe-router-topk 1 with a softmax over the chosen expert gives the weight 1, and the router learns nothing; "
+                "give --moe-router-pre-softmax, or --moe-router-score-function sigmoid"
+            )
+        if (groups is None) != (kept is None):
+            yield "--moe-router-num-groups and --moe-router-group-topk need each other; give both"
+        elif groups is not None and kept is not None:
+            if experts % groups:
+                yield f"--num-experts {experts} must be a multiple of --moe-router-num-groups {groups}; change one"
+            elif kept > groups:
+                yield f"--moe-router-group-topk {kept} is more than --moe-router-num-groups {groups}; change one"
+            elif k > kept * (experts // groups):
+                yield (
+                    f"--moe-router-topk {k} is more than the {kept * (experts // groups)} experts of "
+                    f"--moe-router-group-topk {kept} groups; change one"
+                )
+            elif k < kept:
+                yield f"--moe-router-topk {k} must be at least --moe-router-group-topk {kept}; change one"
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
+            yield (
+                "--moe-router-enable-expert-bias needs scores of which each is of one expert; give "
+                "--moe-router-score-function sigmoid"
+            )
+        if self.moe_router_pre_softmax and self.moe_router_score_function != "softmax":
+            yield (
+                f"--moe-router-pre-softmax contradicts --moe-router-score-function {self.moe_router_score_function}; leave "
+                "one of them out"
+            )
+
+    def _problems_of_layers(self) -> Iterator[str]:
+        """Yield problems of which layers have experts, and of what an expert is."""
+        pattern = layer_pattern(self.moe_layer_freq)
+        if isinstance(pattern, list) and len(pattern) != self.num_layers:
+            yield (
+                f"--moe-layer-freq has {len(pattern)} entries, but --num-layers is {self.num_layers}; give one entry for each "
+                "layer"
+            )
+        elif not any(self.is_moe_layer(layer) for layer in range(self.num_layers)):
+            yield f"--moe-layer-freq {self.moe_layer_freq} gives no layer experts; leave out --num-experts"
+        shared = self.moe_shared_expert_intermediate_size is not None
+        for flag, is_set in {
+            "--moe-shared-expert-gate": self.moe_shared_expert_gate,
+            "--moe-shared-expert-overlap": self.moe_shared_expert_overlap,
+        }.items():
+            if is_set and not shared:
+                yield f"{flag} needs --moe-shared-expert-intermediate-size; give both, or leave it out"
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type == "allgather":
+            yield (
+                "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall, which starts to send before the "
+                "shared experts compute"
+            )
+        if self.moe_apply_probs_on_input and self.moe_router_topk != 1:
+            yield (
+                f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {self.moe_router_topk}: with more, an input has "
+                "several weights"
+            )
+        if self.moe_pad_expert_input_to_capacity and self.capacity_factor is None:
+            yield (
+                "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; without one there is no capacity to "
+                "pad to"
+            )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts."""
+        return (self.num_experts or 0) > 1
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a layer has experts. layer: from 0, over the whole model."""
+        if not self.has_experts:
+            return False
+        pattern = layer_pattern(self.moe_layer_freq)
+        return layer % pattern == 0 if isinstance(pattern, int) else pattern[layer] == 1
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """The width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """The capacity of an expert, as a multiple of an equal share; None: no token is dropped."""
+        factor = self.moe_expert_capacity_factor
+        return None if factor is None or factor < 0 else factor
+
+    @property
+    def balancing_losses(self) -> dict[str, float]:
+        """The balancing losses that have a coefficient: type -> coefficient."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
+        return {kind: coefficient for kind, coefficient in pairs if coefficient and BALANCING_LOSSES.get(kind)}
+
+    @property
+    def aux_loss_names(self) -> tuple[str, ...]:
+        """The auxiliary losses of the model's layers, by their names in the log."""
+        if not self.has_experts:
+            return ()
+        names = [BALANCING_LOSSES[kind] for kind in self.balancing_losses]
+        return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
+
+
+def _spaced(values: list) -> str:
+    return " ".join(map(str, values))

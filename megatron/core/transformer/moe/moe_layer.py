@@ -1,0 +1,94 @@
+"""The layer of a mixture of experts, in the place of a dense MLP.
+
+    y = sum over the K experts e of x of w_e E_e(x) + S(x)        S: shared experts, if there are any
+
+Every rank of a pipeline stage routes other tokens. Without sequence parallelism tensor-parallel ranks have equal tokens, so each takes
+its part of them first.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
+from megatron.core.parallel.rank_grid import ALONE
+from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.tensor_parallel import autograd_collectives
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.recompute_in_backward import recompute_in_backward
+
+
+class MoELayer(nn.Module):
+    """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
+
+    Every rank of the pipeline stage's experts (ep_etp), of tp and of cp must call, forward and backward.
+    """
+
+    gives_hidden_states = True  # for --inspect
+    recompute_module = "moe"  # --recompute-modules
+
+    def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
+        super().__init__()
+        self.settings = config
+        self.context = context
+        self.router = TopKRouter(config, layer, context)
+        self.experts = GroupedMLP(config, context)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExpertMLP(config, layer, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        config = self.settings
+        tp = self.context.tp
+        whole = x  # as the layer has it
+
+        # this rank's tokens
+        divides = tp.axis.size > 1 and not tp.sequence_parallel
+        if divides and x.shape[0] % tp.axis.size and not torch.is_grad_enabled():
+            divides = False  # generation: every rank routes all
+        if divides:
+            x = autograd_collectives.scatter_sequence(x, tp.axis)  # [s/t, b, h]
+        rows = SequenceShard(self.context.cp.axis, tp.axis if divides or tp.sequence_parallel else ALONE)
+        routing = self.router(x, rows)
+
+        # to the experts, and back
+        tokens, ids, weights = x.flatten(0, 1), routing.ids.flatten(0, 1), routing.weights.flatten(0, 1)  # [T, ..]
+        kept = None if routing.kept is None else routing.kept.flatten(0, 1)
+        if config.moe_apply_probs_on_input:
+            tokens = tokens * weights.to(tokens.dtype)
+        dispatcher = MoEAlltoAllTokenDispatcher(config.num_experts, self.context.experts)
+        dispatcher.start(tokens, ids, kept)
+        shared = None
+        if self.shared_experts is not None and config.moe_shared_expert_overlap:
+            shared = self.shared(whole)
+        results = dispatcher.combine(self.experts(dispatcher.wait()))  # [T, K, h]
+
+        if config.moe_apply_probs_on_input:
+            y = results.sum(1)
+        else:
+            y = (weights.unsqueeze(-1) * results.to(weights.dtype)).sum(1).to(x.dtype)
+        y = y.view(x.shape)
+        if divides:
+            y = autograd_collectives.gather_replicated_sequence(y, tp.axis)
+        if self.shared_experts is not None:
+            y = y + (self.shared(whole) if shared is None else shared)
+        return y
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return the result of the shared experts: x [s, b, h] ([s/t, b, h]) -> the same shape."""
+        if self.settings.recomputes("shared_experts"):
+            return recompute_in_backward(self.shared_experts, self.context.keys, x, modules=[self.shared_experts])
+        return self.shared_experts(x)
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """Of each token the products with the router and with its K experts, whichever they are, and with the shared ones."""
+        rows = replace(x, tokens=x.tokens * self.settings.moe_router_topk)
+        flops = weight_flops(x, self.router.weight) + flops_of(self.experts, rows)
+        recompute = self.settings.recomputes("shared_experts")
+        return flops + flops_of(self.shared_experts, x, recompute=recompute)
