@@ -10,7 +10,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.dropout_masks import MaskWords, column_words, dropped, keys_at, numbered_keys, pairs_of_words
+from megatron.core.ops.choices_kept_for_recomputation import KeptChoices
+from megatron.core.ops.dropout_masks import (
+    MaskWords,
+    column_words,
+    dropped,
+    keys_at,
+    mixed,
+    numbered_keys,
+    pairs_of_words,
+)
 from megatron.core.parallel.accelerator import to_device
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
@@ -21,11 +30,13 @@ class SampleDropoutKeys:
 
     `samples`: the number within the run of each sample of the microbatch. The pipeline sets them before each action.
     (): nobody has set them, as in a forward that no pipeline runs; then they are 0, 1, ...
+    `choices`: what layers decide once, in a forward and not in its recomputation.
     """
 
     def __init__(self, seed: int):
         self.seed = seed
         self.samples = ()
+        self.choices = KeptChoices()
 
     @property
     def samples(self) -> tuple[int, ...]:
@@ -121,6 +132,21 @@ class HiddenDropout(KeyedDropout):
         lines = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [b, s, 2]
         columns = column_words(x.shape[2], self.place_on(x.device))  # [h]
         return MaskWords(lines.transpose(0, 1), columns)
+
+
+class KeyedJitter(HiddenDropout):
+    """forward(x [s, b, h]) -> x times a draw from [1 - width, 1 + width] of each element: the same draws in every layout."""
+
+    def __init__(self, width: float, keys: SampleDropoutKeys, site: str, layer: int, rows: SequenceShard):
+        super().__init__(width, keys, site, layer, rows)
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_active:
+            return x
+        words = self.words_for(x)
+        draws = mixed(words.columns, words.lines.unsqueeze(-2)).to(torch.promote_types(x.dtype, torch.float32))  # [-2^31, 2^31)
+        return x * (1 + self.width * 2.0**-31 * draws).to(x.dtype)
 
 
 class AttentionDropout(KeyedDropout):

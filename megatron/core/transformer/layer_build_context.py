@@ -57,6 +57,7 @@ class LayerContext:
     restarts_positions: bool = False
     aux_losses: AuxLosses = field(default_factory=AuxLosses, compare=False)  # that the chunk's layers add
     experts: ExpertParallel = ExpertParallel()  # the ranks that share experts
+    samples: Axis = Axis("dp", (0,), 0)  # the ranks that read other samples of a step
 
     @classmethod
     def from_mesh(
@@ -86,6 +87,7 @@ class LayerContext:
             cp,
             restarts_positions,
             experts=ExpertParallel(mesh["ep"], mesh["etp"], mesh["ep_etp"]),
+            samples=mesh["dp"],
         )
 
     def with_matmul_backend(self, backend: MatmulBackend) -> "LayerContext":

@@ -41,6 +41,7 @@ def recompute_in_backward(
     buffers = [buffer for module in modules for buffer in persistent_buffers(module)]
     values_in_forward = buffer_values(buffers)
     is_recomputation = False
+    choices: list[Any] = []  # of the forward, which the recomputation makes alike
     axis = shard_over if shard_over is not None and shard_over.size > 1 else None
     take_first_input = None
     if axis is not None or keep is not None:
@@ -50,8 +51,9 @@ def recompute_in_backward(
     def run_with_forward_masks(*saved_inputs: Any) -> Tensor:
         nonlocal is_recomputation
         as_in_forward = with_buffer_values(buffers, values_in_forward) if is_recomputation else nullcontext()
+        with_choices = keys.choices.running(choices, is_recomputation=is_recomputation)
         is_recomputation = True
-        with keys.naming(samples), as_in_forward:
+        with keys.naming(samples), as_in_forward, with_choices:
             if take_first_input is None:
                 return run(*saved_inputs)
             return run(take_first_input(), *saved_inputs)

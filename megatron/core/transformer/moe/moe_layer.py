@@ -20,7 +20,7 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 
 
@@ -62,18 +62,13 @@ class MoELayer(nn.Module):
         kept = None if routing.kept is None else routing.kept.flatten(0, 1)
         if config.moe_apply_probs_on_input:
             tokens = tokens * weights.to(tokens.dtype)
-        dispatcher = MoEAlltoAllTokenDispatcher(config.num_experts, self.context.experts)
-        dispatcher.start(tokens, ids, kept)
+            weights = torch.ones_like(weights)
+        dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, self.context.experts)
+        dispatcher.start(tokens, ids, weights, kept)
         shared = None
         if self.shared_experts is not None and config.moe_shared_expert_overlap:
             shared = self.shared(whole)
-        results = dispatcher.combine(self.experts(dispatcher.wait()))  # [T, K, h]
-
-        if config.moe_apply_probs_on_input:
-            y = results.sum(1)
-        else:
-            y = (weights.unsqueeze(-1) * results.to(weights.dtype)).sum(1).to(x.dtype)
-        y = y.view(x.shape)
+        y = dispatcher.combine(self.experts(dispatcher.wait())).view(x.shape)
         if divides:
             y = autograd_collectives.gather_replicated_sequence(y, tp.axis)
         if self.shared_experts is not None:

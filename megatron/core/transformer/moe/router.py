@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
+from megatron.core.ops.layout_invariant_dropout import KeyedJitter
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.sequence_shard import SequenceShard
@@ -65,13 +66,23 @@ class TopKRouter(ChangesAtStepEnd):
         over_tp = Placement((experts,), None, replicated_over=("tp",), partial_grad=("tp",))
         self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp)}
         self.tokens_of_last_step: Tensor | None = None  # int64 [E], over all ranks
+        self.forget_counts()
+
+        # ranks of tp have other tokens in training
+        shards = SequenceShard(context.cp.axis, tp.axis)
+        self.jitter = KeyedJitter(config.moe_input_jitter_eps or 0.0, context.keys, "router jitter", layer, shards)
+
+    def forget_counts(self) -> None:
+        """Begin the means of `mean_counts_so_far` anew."""
+        zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.context.tp.device)
+        self.counts_so_far: tuple[Tensor, int] = zeros, 0  # [E], and the number of samples
+        self.counts_before: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # of each microbatch of the step
 
     def forward(self, x: Tensor, rows: SequenceShard) -> Routing:
         config = self.settings
-        logits = self.logits(x)
-        if config.moe_z_loss_coeff:
-            self.add_z_loss(logits, rows)
-        ids = self.choose(logits)
+        choices = self.context.keys.choices
+        logits = self.logits(self.jitter(x))
+        ids = choices.of(lambda: self.choose(logits, rows))
         weights = moe_utils.weights_of(
             logits,
             ids,
@@ -81,11 +92,10 @@ class TopKRouter(ChangesAtStepEnd):
         )
         kept = None
         if config.capacity_factor is not None:
-            kept = self.kept(ids, weights, rows)
+            kept = choices.of(lambda: self.kept(ids, weights, rows))
             weights = weights * kept
-        for kind, coefficient in config.balancing_losses.items():
-            self.add_balancing_loss(kind, coefficient, logits, ids, rows)
-        if self.training:
+        if self.training and torch.is_grad_enabled():
+            self.balance(logits, rows)
             self.tokens_per_expert += moe_utils.count_tokens(ids, self.num_experts, kept).sum(0)
         return Routing(ids, weights, kept)
 
@@ -95,7 +105,8 @@ class TopKRouter(ChangesAtStepEnd):
         logits = x.to(dtype) @ self.weight.to(dtype).t()
         return logits if self.bias is None else logits + self.bias.to(dtype)
 
-    def choose(self, logits: Tensor) -> Tensor:
+    @torch.no_grad()
+    def choose(self, logits: Tensor, rows: SequenceShard) -> Tensor:
         """Return the experts of each token, ascending: int64 [s, b, K]. logits: [s, b, E]"""
         config = self.settings
         ids = moe_utils.choose_experts(
@@ -108,38 +119,73 @@ class TopKRouter(ChangesAtStepEnd):
             group_topk=config.moe_router_group_topk,
         )
         if config.moe_router_force_load_balancing:
-            tokens = torch.arange(ids.shape[0] * ids.shape[1], device=ids.device).view(ids.shape[:2])
+            tokens = positions_of(rows, ids.shape[0], ids.device).unsqueeze(1).expand(ids.shape[:2])
             ids = moe_utils.experts_in_turn(tokens, self.topk, self.num_experts)
         return ids.sort(-1).values
 
-    def add_z_loss(self, logits: Tensor, rows: SequenceShard) -> None:
-        """Add the z-loss: of each sample, the mean over its tokens."""
-        total = self.sum_over_sample(moe_utils.z_losses(logits).sum(0), rows)  # [b]
-        tokens = rows.global_length(logits.shape[0])
-        self.context.aux_losses.add(Z_LOSS, self.layer_number, total / tokens, self.settings.moe_z_loss_coeff)
-
-    def add_balancing_loss(
-        self, kind: str, coefficient: float, logits: Tensor, ids: Tensor, rows: SequenceShard
-    ) -> None:
-        """Add a balancing loss, over the unit of its kind. logits: [s, b, E]; ids: [s, b, K]"""
+    def balance(self, logits: Tensor, rows: SequenceShard) -> None:
+        """Add the z-loss and the balancing losses. logits: [s, b, E]"""
         config = self.settings
-        probabilities = moe_utils.probabilities_of(logits, config.moe_router_score_function)
-        # the choice by probabilities alone: neither bias, nor groups, nor capacity
-        own = moe_utils.top_k(logits, self.topk)
-        counts = moe_utils.count_tokens(own, self.num_experts)  # [b, E]
-        counts = self.sum_over_sample(counts, rows)
-        sums = self.sum_over_sample(probabilities.sum(0), rows)  # [b, E]
-        tokens = rows.global_length(logits.shape[0])
-        if kind == "aux_loss":
-            counts, sums, tokens = counts.sum(0), sums.sum(0), tokens * logits.shape[1]
-        value = moe_utils.balancing_loss(counts.to(sums.dtype), sums, tokens, self.topk)  # [b], or [] of a microbatch
-        self.context.aux_losses.add(BALANCING_LOSSES[kind], self.layer_number, value, coefficient)
+        losses = self.context.aux_losses
+        tokens = rows.global_length(logits.shape[0])  # of a sample
+        if config.moe_z_loss_coeff:
+            total = self.sum_over_sample(moe_utils.z_losses(logits).sum(0), rows)  # [b]
+            losses.add(Z_LOSS, self.layer_number, total / tokens, config.moe_z_loss_coeff)
+        if not config.balancing_losses:
+            return
 
+        # the choice by scores alone: neither bias, nor groups, nor capacity
+        choices = self.context.keys.choices
+        counts = choices.of(lambda: self.counts_by_scores(logits, rows))  # [b, E]
+        probabilities = moe_utils.probabilities_of(logits, config.moe_router_score_function)
+        sums = self.sum_over_sample(probabilities.sum(0), rows)  # [b, E]
+        for kind, coefficient in config.balancing_losses.items():
+            if kind == "aux_loss":
+                value = self.value(counts.sum(0), sums.sum(0), tokens * logits.shape[1])  # [], of the microbatch
+            elif kind == "seq_aux_loss":
+                value = self.value(counts, sums, tokens)  # [b]
+            else:
+                value = self.value(choices.of(lambda: self.mean_counts_so_far(counts)), sums, tokens)  # [b]
+            losses.add(BALANCING_LOSSES[kind], self.layer_number, value, coefficient)
+
+    def value(self, counts: Tensor, sums: Tensor, tokens: int) -> Tensor:
+        """Return the balancing loss of a unit of `tokens` tokens: counts, sums [.., E] -> [..]"""
+        return moe_utils.balancing_loss(counts.to(sums.dtype), sums, tokens, self.topk)
+
+    @torch.no_grad()
+    def counts_by_scores(self, logits: Tensor, rows: SequenceShard) -> Tensor:
+        """Return how many tokens of each whole sample have each expert among their K best: int64 [b, E]."""
+        counts = moe_utils.count_tokens(moe_utils.top_k(logits, self.topk), self.num_experts)
+        for axis in (rows.sp, rows.cp):
+            counts = collectives.all_reduce(counts, axis)
+        return counts
+
+    @torch.no_grad()
+    def mean_counts_so_far(self, counts: Tensor) -> Tensor:
+        """Return for each sample the mean of `counts` over the samples of the step up to it: float64 [b, E].
+
+        Samples are counted as the step reads them: of microbatch j first those of data-parallel rank 0, then those of rank 1.
+        Megatron takes means over microbatches, which depend on their size and on the number of ranks.
+        """
+        axis = self.context.samples
+        samples = self.context.keys.samples
+        is_new = not samples or samples not in self.counts_before  # a microbatch that runs again is not counted twice
+        earlier, number = self.counts_so_far if is_new else self.counts_before[samples]
+        everyone = collectives.all_gather(counts, axis)  # [ranks x b, E]
+        sums = earlier + everyone.cumsum(0)
+        numbers = number + torch.arange(1, len(sums) + 1, device=sums.device)
+        if is_new:
+            self.counts_before[samples] = earlier, number
+            self.counts_so_far = sums[-1], number + len(sums)
+        own = collectives.local_slice(len(sums), axis)
+        return sums[own].double() / numbers[own].unsqueeze(-1)
+
+    @torch.no_grad()
     def kept(self, ids: Tensor, weights: Tensor, rows: SequenceShard) -> Tensor:
         """Return which choices the experts keep: bool [s, b, K]. Of each whole sample, by the capacity for it."""
         config = self.settings
         positions = positions_of(rows, ids.shape[0], ids.device)  # [s]
-        gathered = [ids, weights.detach(), positions]
+        gathered = [ids, weights, positions]
         for axis in (rows.sp, rows.cp):
             gathered = [collectives.all_gather(x, axis) for x in gathered]
         order = gathered[2].argsort()  # of the whole sample
@@ -163,3 +209,4 @@ class TopKRouter(ChangesAtStepEnd):
             rate = self.settings.moe_router_bias_update_rate
             self.expert_bias.copy_(moe_utils.updated_expert_bias(self.expert_bias, self.tokens_per_expert, rate))
         self.tokens_per_expert.zero_()
+        self.forget_counts()

@@ -1,0 +1,171 @@
+"""Mixtures of experts in any layout train as one process: losses, norms, every gradient and weight, and the experts' biases."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import (
+    GPT,
+    SEQ,
+    TINY_GPT2,
+    TINY_LLAMA,
+    Layout,
+    Outcome,
+    Texts,
+    TinyTrainer,
+    assert_equal,
+    pieces_of_chunks,
+    put_together,
+    sample,
+)
+from torch import Tensor
+
+from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.transformer.model_config import ModelConfig
+
+BATCH = 8
+
+
+def unmasked(number: int, texts: Texts | None = None) -> dict[str, Tensor]:
+    return sample(number, texts or Texts()) | {"mask": torch.ones(SEQ, dtype=torch.float64)}
+
+
+SUBJECT = replace(GPT, sample=unmasked, tokens=SEQ)
+GPT2 = replace(TINY_GPT2, num_experts=8, moe_ffn_hidden_size=12)
+LLAMA = replace(TINY_LLAMA, num_experts=8, moe_ffn_hidden_size=12)
+# Routers whose choices, losses and biases differ.
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {
+        "moe_aux_loss_coeff": [0.3],
+        "moe_router_load_balancing_type": ["seq_aux_loss"],
+        "moe_z_loss_coeff": 0.01,
+    },
+    "bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 2e-4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 3,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_topk": 4,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_shared_expert_gate": True,
+        "moe_layer_freq": "[0,1,1,0]",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_overlap": True,
+    },
+    "capacity": {
+        "moe_router_score_function": "sigmoid",
+        "moe_expert_capacity_factor": 0.75,
+        "moe_router_load_balancing_type": ["global_aux_loss"],
+        "moe_aux_loss_coeff": [0.3],
+        "moe_input_jitter_eps": 0.1,
+        "moe_token_dispatcher_type": "alltoall",
+    },
+}
+
+
+class Found(dict):
+    """What one rank knows: of `Outcome`, with the biases of its layers, and its calls of the last step."""
+
+
+def train(mesh: Mesh, config: ModelConfig, layout: Layout, steps: int) -> Found:
+    optimizer = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+    tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, optimizer=optimizer, subject=SUBJECT)
+    found = Found(losses=[], norms=[], grads=[])
+    for number in range(steps):
+        with mesh.ledger.record() as calls:
+            result = tiny.step(number)
+        found["losses"].append(sum(result.losses.values()))
+        found["norms"].append(result.grad_norm)
+        found["grads"].append(pieces_of_chunks(tiny.chunks, mesh, lambda p: p.main_grad, {"sums": tiny.buffers}))
+    tiny.finish_param_gather()
+    sharded = [buffer for buffer in tiny.buffers if buffer.stage == 3]
+    found["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": sharded})
+    named = [pair for chunk in tiny.model for pair in chunk.module.named_buffers()]
+    found["biases"] = {name: value for name, value in named if name.endswith("expert_bias")}
+    assert all(not value.any() for name, value in named if name.endswith("tokens_per_expert"))
+    found["calls"] = Counter((call.op, call.axis) for call in calls)
+    found["is_last"] = mesh.has_last_stage
+    return found
+
+
+def outcome(config: ModelConfig, layout: Layout, steps: int = 2) -> tuple[Outcome, dict[str, Tensor], list[Found]]:
+    ranks = run_ranks(
+        layout.sizes,
+        partial(train, config=layout.applied_to(config), layout=layout, steps=steps),
+        delayed=layout.delayed,
+        ranks_per_kv_head=config.ranks_per_kv_head(layout.tp),
+        stages=layout.stages if layout.pp > 1 else None,
+    )
+    biases: dict[str, Tensor] = {}
+    for rank in ranks:
+        assert rank["norms"] == ranks[0]["norms"]
+        for name, value in rank["biases"].items():
+            assert torch.equal(biases.setdefault(name, value), value), f"{name} differs between ranks"
+    whole = Outcome(
+        losses=[rank for rank in ranks if rank["is_last"]][-1]["losses"],
+        norms=ranks[0]["norms"],
+        grads=[put_together([rank["grads"][step] for rank in ranks]) for step in range(steps)],
+        weights=put_together([rank["weights"] for rank in ranks]),
+    )
+    return whole, biases, ranks
+
+
+def zero(stage: int, **options: Any) -> DataParallelConfig:
+    return DataParallelConfig(zero_stage=stage, overlap_grad_reduce=stage > 0, ddp_bucket_size=1500, **options)
+
+
+MODELS = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def config_of(model: str, router: str) -> ModelConfig:
+    return replace(MODELS[model], **ROUTERS[router])
+
+
+@cache
+def one_process(model: str, router: str) -> tuple[Outcome, dict[str, Tensor]]:
+    return outcome(config_of(model, router), Layout(m=2))[:2]
+
+
+LAYOUTS = [
+    Layout(dp=2, tp=2, pp=2, ep=2, m=2, data_parallel=zero(3)),
+    Layout(dp=4, ep=4, m=1, data_parallel=zero(1), delayed=True),
+    Layout(tp=2, sp=True, ep=2, etp=1, m=2, recompute="uniform 1"),
+    Layout(tp=2, m=2),
+    Layout(cp=2, dp=2, ep=4, m=2, data_parallel=zero(2)),
+    Layout(pp=2, dp=2, ep=2, m=2, schedule="zb-h1", data_parallel=zero(3, overlap_param_gather=True)),
+    Layout(pp=2, v=2, tp=2, sp=True, dp=2, ep=2, m=2, schedule="interleaved", data_parallel=zero(1)),
+    Layout(dp=4, ep=2, m=1, data_parallel=zero(3), recompute="all parts", delayed=True),
+    Layout(tp=2, dp=2, ep=4, etp=1, m=2, data_parallel=zero(2), schedule="1f1b"),
+    Layout(dp=2, etp=2, m=2, data_parallel=zero(0)),
+    Layout(cp=2, tp=2, sp=True, ep=2, m=2, recompute="uniform 2", data_parallel=zero(0)),
+    Layout(dp=4, ep=2, m=1, data_parallel=zero(1, num_distributed_optimizer_instances=2)),
+    Layout(pp=2, v=2, dp=2, ep=2, m=2, schedule="zb-v", data_parallel=zero(2), recompute="selective"),
+    Layout(tp=2, pp=2, dp=2, ep=2, m=2, schedule="zb-h1", data_parallel=zero(2), delayed=True),
+]
+# zb-v is run with llama, whose embeddings are not tied
+CASES = [
+    (layout, list(MODELS)[(i + (layout.schedule == "zb-v")) % 2], list(ROUTERS)[i % len(ROUTERS)])
+    for i, layout in enumerate(LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "router"),
+    [pytest.param(*case, id=f"{case[0]}-zero{case[0].data_parallel.stage}-{case[1]}-{case[2]}") for case in CASES],
+)
+def test_every_layout_trains_as_one_process(layout: Layout, model: str, router: str):
+    got, biases, _ = outcome(config_of(model, router), layout)
+    expected, biases_of_one = one_process(model, router)
+    assert_equal(got, expected, 1e-10)
+    assert biases.keys() == biases_of_one.keys()
+    for name, value in biases_of_one.items():
+        assert torch.equal(biases[name], value), name
+    assert router != "bias" or any(value.any() for value in biases.values())
