@@ -71,11 +71,14 @@ def _chosen_experts(default: int) -> Field:
     return count("num_experts_per_tok", "moe_router_topk", default)
 
 
-def _expert_width(key: str, dense_key: str | None = None) -> Field:
-    """The width of an expert. Without dense_key all layers have experts, and `key` is the width of all MLPs."""
+def _expert_width(key: str, dense_key: str | None = None, *default: int) -> Field:
+    """The width of an expert. Without dense_key all layers have experts, and `key` is the width of all MLPs.
+
+    default: the class's own.
+    """
 
     def read(reader: ConfigReader) -> dict[str, Any]:
-        width = reader.count(key)
+        width = reader.count(key, *default)
         dense = width if dense_key is None else reader.count(dense_key)
         return {"moe_ffn_hidden_size": width, "ffn_hidden_size": dense}
 
@@ -179,7 +182,6 @@ _SHARED = f"{LAYER}mlp.shared_experts."
 _HF_SHARED = f"{HF_LAYER}mlp.shared_expert."
 _QWEN_EXPERTS = _expert_mappings("mlp.gate", *(f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")))
 _QWEN_EXPERT_FIELDS = (
-    _expert_width("moe_intermediate_size", "intermediate_size"),
     _renormalized(),
     _layers_with_experts(),
     _ROUTER_TRAINING,
@@ -196,6 +198,7 @@ QWEN2_MOE = Family(
         count("num_experts", "num_experts", 60),
         count("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 5632),
         _chosen_experts(4),
+        _expert_width("moe_intermediate_size", "intermediate_size", 1408),
         *_QWEN_EXPERT_FIELDS,
         ignored_keys("use_mrope"),
         length=32768,
@@ -225,6 +228,7 @@ QWEN3_MOE = Family(
         ATTENTION_BIAS,
         _number_of_experts("num_experts", "num_local_experts", 128),
         _chosen_experts(8),
+        _expert_width("moe_intermediate_size", "intermediate_size", 768),
         *_QWEN_EXPERT_FIELDS,
         ignored_keys("max_window_layers"),  # of Qwen2; this class gives all layers the window
         length=32768,

@@ -29,6 +29,10 @@ _READ_IF_ASKED = (
     *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq", "num_query_groups", "window_attn_skip_freq"),
     *("num_layers", "encoder_num_layers", "norm_epsilon", "layernorm_epsilon", "bias_gelu_fusion"),
     *("add_position_embedding", "disable_bias_linear"),
+    *("moe_router_topk", "moe_router_score_function", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
+    *("moe_shared_expert_gate", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
+    *("moe_token_drop_policy", "moe_layer_freq"),
 )
 _BOOLS = (False, True)
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
