@@ -90,7 +90,12 @@ _NOT_OF_THE_MODEL = {
     *("compile", "init_method_xavier_uniform", "embedding_init_method_std"),
     # of experts: losses, precision and dispatch
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
-    *("moe_router_dtype", "moe_router_bias_update_rate", "moe_router_force_load_balancing", "moe_enable_routing_replay"),
+    *(
+        "moe_router_dtype",
+        "moe_router_bias_update_rate",
+        "moe_router_force_load_balancing",
+        "moe_enable_routing_replay",
+    ),
     *("moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     *("moe_shared_expert_overlap",),
 }

@@ -181,11 +181,7 @@ def _zero_is_no_window(field: Field) -> Field:
 _SHARED = f"{LAYER}mlp.shared_experts."
 _HF_SHARED = f"{HF_LAYER}mlp.shared_expert."
 _QWEN_EXPERTS = _expert_mappings("mlp.gate", *(f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")))
-_QWEN_EXPERT_FIELDS = (
-    _renormalized(),
-    _layers_with_experts(),
-    _ROUTER_TRAINING,
-)
+_QWEN_EXPERT_FIELDS = (_renormalized(), _layers_with_experts(), _ROUTER_TRAINING)
 QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
     LLAMA_SETTINGS | {"moe_shared_expert_gate": True},

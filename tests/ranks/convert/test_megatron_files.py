@@ -28,6 +28,9 @@ FILES = {
     "core, virtual stages": ("llama", {"tp": 2, "pp": 1, "vpp": 3}),
     "core, more ranks than groups": ("llama", {"tp": 4, "fused_norms": True}),
     "core, tied": ("llama-tied", {"tp": 2, "pp": 2, "rotary_base": 5e5, "kv_channels": 6, "fused_norms": True}),
+    "experts one by one": ("qwen2_moe", {"tp": 2, "pp": 3, "ep": 2}),
+    "experts numbered, one stage": ("qwen2_moe", {"ep": 4, "layout": "numbered", "fused_norms": True}),
+    "experts grouped": ("qwen2_moe", {"tp": 2, "ep": 2, "layout": "grouped"}),
 }
 
 # (case, options of `write_dist`): torch_dist, with layers stacked or apart, and arguments in a file or in an object of the folder.
@@ -36,6 +39,8 @@ DIST = {
     "layers apart, args within": ("llama", {"tp": 4, "stacked": False, "common": "item"}),
     "gates and ups apart": ("llama", {"tp": 2, "halves": True}),
     "tied": ("llama-tied", {"tp": 2, "rotary_base": 5e5, "kv_channels": 6}),
+    "experts": ("qwen2_moe", {"tp": 2, "stacked": False}),
+    "experts, gates and ups apart": ("qwen2_moe", {"tp": 2, "stacked": False, "halves": True}),
 }
 
 
@@ -76,6 +81,7 @@ def test_torch_dist_gives_the_scores_of_transformers(files: str, tmp_path: Path)
     [
         *("version 1.0", "layers stacked"),
         *(pytest.param(name, marks=pytest.mark.full) for name in ("version 0", "core, tied", "gates and ups apart")),
+        *("experts grouped", "experts"),
     ],
 )
 def test_every_rank_of_another_layout_reads_its_boxes(files: str, tmp_path: Path):

@@ -131,7 +131,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_llama(2048, 6144, 48, 32, 4, 151936, model_type="qwen3_moe", max_position_embeddings=40960),
         **_EXPERTS | {"num_experts_per_tok": 8, "num_experts": 128, "router_aux_loss_coef": 0.001},
         **{"moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
-        **{"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "sliding_window": None},
+        **{
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "rope_scaling": None,
+            "sliding_window": None,
+        },
         **{"attention_bias": False, "use_sliding_window": False, "max_window_layers": 48},
     },
     "OLMoE-1B-7B-0924": {
@@ -150,7 +156,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         | {"factor": 32.0, "original_max_position_embeddings": 4096, "beta_slow": 1.0, "truncate": False},
         "quantization_config": {
             "modules_to_not_convert": [
-                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
             ],
             "quant_method": "mxfp4",
         },
