@@ -12,16 +12,18 @@ MOCK = [*GPT2, *STEPS, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vo
 REFUSALS = {
     "world size": (3, ["--tensor-model-parallel-size", "2"], ["world size 3 is not a multiple of 2"]),
     "global batch size": (2, ["--global-batch-size", "6"], ["--global-batch-size (6) must be a multiple of 4"]),
-    "not built yet": (2, ["--expert-model-parallel-size", "2"], ["--expert-model-parallel-size is 2", "not built yet"]),
+    "not built yet": (
+        2,
+        ["--expert-model-parallel-size", "2"],
+        ["--expert-model-parallel-size is 2", "--num-experts N"],
+    ),
     "several at once": (
         2,
-        split(
-            "--num-layer 3 --num-experts 2 --weight-decay -1 --seed -5 --hidden-dropout 2"
-        ),
+        split("--num-layer 3 --moe-latent-size 2 --weight-decay -1 --seed -5 --hidden-dropout 2"),
         [
             "cannot start, 5 problem(s)",
             "unknown flag --num-layer; did you mean --num-layers?",
-            "--num-experts",
+            "--moe-latent-size",
             "--weight-decay is -1",
             "--seed is -5",
             "--hidden-dropout is 2",
@@ -71,10 +73,10 @@ def test_ranks_with_different_settings_stop(flags):
 def test_a_rank_that_alone_has_a_bad_setting_is_heard():
     """Wherever the mistake is: a message that only the first rank may print would be lost."""
     outcome = run(
-        [PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--num-experts", "2"]}, timeout=20
+        [PRETRAIN_GPT, *MOCK, "--distributed-timeout-minutes", "1"], 2, more={1: ["--moe-latent-size", "2"]}, timeout=20
     )
     assert outcome.codes[1] == 2
-    assert outcome.everything.count("--num-experts") == 1
+    assert outcome.everything.count("--moe-latent-size") == 1
     assert outcome.codes[0] not in (0, None)
 
 

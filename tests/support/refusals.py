@@ -26,7 +26,46 @@ REFUSALS = {
     "not a choice": (1, MOCK + "--normalization Batch", "--normalization Batch LayerNorm RMSNorm"),
     "renamed": (1, MOCK + "--batch-size 4", "--batch-size --micro-batch-size"),
     "not built": (1, MOCK + "--use-megatron-fsdp", "--use-megatron-fsdp --zero-stage 3"),
-    "experts": (1, MOCK + "--num-experts 8", "--num-experts"),
+    "experts of a rank": (
+        2,
+        MOCK + "--num-experts 3 --expert-model-parallel-size 2",
+        "--num-experts (3) --expert-model-parallel-size (2)",
+    ),
+    "experts of a token": (1, MOCK + "--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 --num-experts 4"),
+    "one expert": (1, MOCK + "--num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 --moe-router-pre-softmax"),
+    "sinkhorn": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-load-balancing-type sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn aux_loss",
+    ),
+    "flex": (1, MOCK + "--num-experts 4 --moe-token-dispatcher-type flex", "flex --moe-token-dispatcher-type alltoall"),
+    "padding without a capacity": (
+        1,
+        MOCK + "--num-experts 4 --moe-pad-expert-input-to-capacity",
+        "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor",
+    ),
+    "router dtype": (1, MOCK + "--num-experts 4 --moe-router-dtype bf16", "--moe-router-dtype bf16 fp32 fp64"),
+    "bias of a softmax": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-enable-expert-bias",
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+    ),
+    "groups of experts": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",
+        "--num-experts 4 --moe-router-num-groups 3",
+    ),
+    "width of an expert": (
+        2,
+        MOCK + "--num-experts 4 --moe-ffn-hidden-size 9 --tensor-model-parallel-size 2",
+        "9 --moe-ffn-hidden-size --expert-tensor-parallel-size (2)",
+    ),
+    "layers with experts": (1, MOCK + "--num-experts 4 --moe-layer-freq [1,0]", "--moe-layer-freq 2 --num-layers 4"),
+    "fixed order": (
+        2,
+        MOCK + "--num-experts 4 --expert-model-parallel-size 2 --fixed-order-grad-reduce",
+        "--fixed-order-grad-reduce --expert-model-parallel-size 2",
+    ),
     "expert parallel": (2, MOCK + "--expert-model-parallel-size 2", "--expert-model-parallel-size 2 1 --num-experts"),
     "expert ranks": (
         2,

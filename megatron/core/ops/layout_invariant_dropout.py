@@ -145,7 +145,9 @@ class KeyedJitter(HiddenDropout):
         if not self.is_active:
             return x
         words = self.words_for(x)
-        draws = mixed(words.columns, words.lines.unsqueeze(-2)).to(torch.promote_types(x.dtype, torch.float32))  # [-2^31, 2^31)
+        draws = mixed(words.columns, words.lines.unsqueeze(-2)).to(
+            torch.promote_types(x.dtype, torch.float32)
+        )  # [-2^31, 2^31)
         return x * (1 + self.width * 2.0**-31 * draws).to(x.dtype)
 
 

@@ -39,11 +39,11 @@ class ParallelConfig(FlagConfig):
     )
     expert_model_parallel_size: Count = option(
         1,
-        "expert-parallel ranks, among which the experts of a script's model are distributed; they are ranks of a pipeline "
+        "expert-parallel ranks, among which the experts of each layer are distributed; they are ranks of a pipeline "
         "stage that are data-, context- or tensor-parallel elsewhere",
     )
     expert_tensor_parallel_size: Count | None = option(
-        None, "ranks that shard each expert of a script's model; default: --tensor-model-parallel-size"
+        None, "ranks that shard each expert; default: --tensor-model-parallel-size"
     )
     num_layers_per_virtual_pipeline_stage: Count | None = option(
         None,

@@ -3,7 +3,7 @@
 A layer is built from (config, its number, a LayerContext).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.ops.aux_losses import AuxLosses
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import positions_of
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
@@ -62,7 +63,7 @@ class LayerContext:
     @classmethod
     def from_mesh(
         cls,
-        mesh: Mapping[str, Axis],
+        mesh: Mesh,
         dtype: torch.dtype,
         keys: SampleDropoutKeys | None = None,
         *,
@@ -87,7 +88,7 @@ class LayerContext:
             cp,
             restarts_positions,
             experts=ExpertParallel(mesh["ep"], mesh["etp"], mesh["ep_etp"]),
-            samples=mesh["dp"],
+            samples=mesh.samples,
         )
 
     def with_matmul_backend(self, backend: MatmulBackend) -> "LayerContext":

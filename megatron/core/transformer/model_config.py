@@ -17,7 +17,8 @@ from megatron.core.transformer.shape_config import ShapeConfig
 if TYPE_CHECKING:  # the settings are read without torch, for --help
     import torch
 
-_RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
+_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", *_OF_EXPERTS)
 _PATTERNS = {"window_attn_skip_freq": 0, "no_rope_freq": 1}  # setting -> the entry of an exception in its list
 _NOT_HERE = {"mla_up_proj": "multi-latent attention"}
 
@@ -172,8 +173,16 @@ class PrecisionConfig(FlagConfig):
 class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, MoEConfig):
     """Model."""  # a dataclass lists the fields of its last base first, and so do help and manifests
 
+    def recomputes(self, module: str) -> bool:
+        return super().recomputes(module) or (module == "moe" and self.moe_layer_recompute)
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if not self.has_experts and (names := {*_OF_EXPERTS} & {*self.recompute_modules}):
+            yield (
+                f"--recompute-modules {' '.join(sorted(names))} recomputes experts, and the model has none; leave it out, or "
+                "give --num-experts"
+            )
         # a norm's output can be discarded if one block alone reads it
         if self.recomputes("layernorm"):
             conflict = None
@@ -190,7 +199,9 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, M
 
 def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> list[str]:
     """Return the reasons why this tensor-parallel size does not divide the layers."""
-    sizes = {"--num-attention-heads": config.num_attention_heads, "ffn hidden size": config.ffn_size}
+    sizes = {"--num-attention-heads": config.num_attention_heads}
+    if config.has_dense_mlp:
+        sizes["ffn hidden size"] = config.ffn_size
     problems = [
         f"{name} ({size}) must be a multiple of --tensor-model-parallel-size ({tensor_parallel_size}); change one"
         for name, size in sizes.items()

@@ -24,7 +24,6 @@ NOT_BUILT = {
     "embedding_init_method": None,
     "embedding_init_method_std": None,
     "experimental_attention_variant": None,
-    "expert_model_parallel_size": 1,
     "first_last_layers_bf16": False,
     "fp4": None,
     "fp8": None,
@@ -35,7 +34,6 @@ NOT_BUILT = {
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "no_rope_freq": None,
-    "num_moe_experts": None,
     "pipeline_model_parallel_layout": None,
     "qk_clip": False,
     "qk_l2_norm": False,
@@ -267,9 +265,17 @@ def model_config(config: Any, base: ModelConfig | None = None, **options: Any) -
         "fp64": config.params_dtype is torch.float64,
         "window_size": ",".join(map(str, config.window_size)) if config.window_size else None,
         "window_attn_skip_freq": str(config.window_attn_skip_freq) if config.window_attn_skip_freq else None,
+        "num_experts": config.num_moe_experts,
+        "moe_layer_freq": str(config.moe_layer_freq).replace(" ", ""),
+        "moe_router_load_balancing_type": _as_list(config.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff": _as_list(config.moe_aux_loss_coeff),
         "attention_backend": getattr(config.attention_backend, "name", config.attention_backend),
     }
     return replace(base or ModelConfig(), **{**values, **options})
+
+
+def _as_list(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _problems(config: Any) -> list[str]:

@@ -511,6 +511,7 @@ SILENT = by_flag(
             "--moe-pad-experts-for-cuda-graph-inference",
         ),
     ),
+    OtherFlags("only --moe-use-upcycling reads it", values={"--moe-upcycling-granularity": "N"}),
     OtherFlags("Megatron does not read it either", switches=("--moe-token-dropping", "--moe-extended-tp")),
     OtherFlags(
         "weight gradients and the sending of tokens overlap as the schedule and --moe-shared-expert-overlap say",
@@ -555,21 +556,7 @@ REFUSED = by_flag(
     OtherFlags("was renamed; use --recompute-num-layers", values={"--activations-checkpoint-num-layers": "N"}),
     # ---- the model
     OtherFlags(
-        "a trainer does not turn a dense checkpoint into experts; leave it out",
-        switches=("--moe-use-upcycling",),
-        values={"--moe-upcycling-granularity": "N"},
-    ),
-    OtherFlags(
-        "is deprecated in Megatron; give --moe-router-num-groups and --moe-router-group-topk",
-        values={"--moe-router-topk-limited-devices": "N"},
-    ),
-    OtherFlags(
-        "needs the kernels of DeepEP; leave it out, and give --moe-token-dispatcher-type alltoall",
-        switches=("--moe-enable-deepep",),
-    ),
-    OtherFlags(
-        "was renamed; use --recompute-granularity selective --recompute-modules moe",
-        switches=("--moe-layer-recompute",),
+        "a trainer does not turn a dense checkpoint into experts; leave it out", switches=("--moe-use-upcycling",)
     ),
     OtherFlags("experts in a latent width are not built yet; leave it out", values={"--moe-latent-size": "N"}),
     OtherFlags(

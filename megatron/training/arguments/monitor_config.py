@@ -108,7 +108,9 @@ class TensorBoardConfig(FlagConfig):
     log_memory_to_tensorboard: bool = option(False, "log device memory")
     log_world_size_to_tensorboard: bool = option(False, "log the world size")
     moe_per_layer_logging: bool = option(
-        False, "log auxiliary losses, which a model's layers add to the objective, of each layer too"
+        False,
+        "log auxiliary losses, which a model's layers add to the objective, of each layer too, and the largest and the "
+        "smallest load of an expert of each layer",
     )
     wandb_project: str | None = option(
         None, "Weights & Biases project for the curves that --tensorboard-dir has", metavar="NAME", read=read_wandb

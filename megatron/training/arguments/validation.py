@@ -368,6 +368,31 @@ def _expert_problems(config: Config, _: int) -> Iterator[str]:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     sharded = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    model = config.transformer
+    tp = parallel.tensor_model_parallel_size
+    if model.has_experts:
+        if model.num_experts % size:
+            yield (
+                f"--num-experts ({model.num_experts}) must be a multiple of --expert-model-parallel-size ({size}); change one"
+            )
+        if model.expert_ffn_size % sharded:
+            yield (
+                f"the hidden size of an expert ({model.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
+                f"--expert-tensor-parallel-size ({sharded}); change one"
+            )
+        shared = model.moe_shared_expert_intermediate_size or 0
+        if shared % tp:
+            yield (
+                f"--moe-shared-expert-intermediate-size ({shared}) must be a multiple of --tensor-model-parallel-size ({tp}); "
+                "change one"
+            )
+        rows = (config.data.seq_length or 0) // parallel.context_parallel_size
+        if rows % tp and not parallel.sequence_parallel_on:
+            yield (
+                f"--num-experts: tensor-parallel ranks divide the {rows} tokens of a sample among them before they are sent to "
+                f"experts, so --seq-length must be a multiple of --tensor-model-parallel-size ({tp}) x "
+                f"--context-parallel-size ({parallel.context_parallel_size}); change one"
+            )
     if config.data_parallel.fixed_order_grad_reduce and (size, sharded) != (1, parallel.tensor_model_parallel_size):
         yield (
             f"--fixed-order-grad-reduce is not built for experts on other ranks than the other layers "

@@ -26,6 +26,7 @@ from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.monitor_config import can_write_tensorboard
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.global_vars import Runtime, print_rank_last
+from megatron.training.monitor.expert_loads import IdleExperts, expert_loads, load_curves
 from megatron.training.monitor.health_files import HealthFiles
 from megatron.training.monitor.straggler_detector import StragglerDetector
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, TensorKey
@@ -97,6 +98,7 @@ class Monitor:
         self._losses_told = 0  # lost outputs that the other outputs know of
 
         # slow ranks
+        self._idle_experts = IdleExperts()
         self._stragglers = None
         if log.log_straggler and runtime.device.module is not None:
             raise ConfigError(
@@ -179,6 +181,12 @@ class Monitor:
         interval: of the step's log line; None if none was due. left_out: the step was not computed.
         """
         self._tell_of_losses()
+        if self.config.transformer.has_experts and (self._line_is_due or self._curves_are_due):
+            loads = expert_loads(self.chunks, self._mesh["pp"], self.runtime.device.torch_device)
+            for note in self._idle_experts.notes(loads):
+                print_rank_last(note)
+            if self.config.tensorboard.moe_per_layer_logging:
+                losses = {**losses, **load_curves(loads)}
         computed = 0 if left_out else step.global_batch_size
         self._beacon.step(step.iteration, step.consumed_samples, losses, computed_samples=computed)
         if self._line_is_due and self._stragglers is not None:

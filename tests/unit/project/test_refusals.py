@@ -148,7 +148,11 @@ TOGETHER = [
     ),
     (2, REAL + "--data-path {tmp}/no --seed -1 --load {tmp}/file", "--seed -1|--data-path {tmp}/no|--load {tmp}/file"),
     (2, REAL + "--data-path {tmp}/no --lr fast --device xpu", "--lr fast|--data-path {tmp}/no|--device xpu"),
-    (1, MOCK + "--normalization Batch --num-experts 8 --seed -1", "--normalization Batch|--num-experts|--seed -1"),
+    (
+        1,
+        MOCK + "--normalization Batch --moe-latent-size 8 --seed -1",
+        "--normalization Batch|--moe-latent-size|--seed -1",
+    ),
     # of the parts that could not be read nothing is said, nor of what may follow from them
     (
         6,

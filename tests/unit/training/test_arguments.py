@@ -190,8 +190,8 @@ def test_a_flag_given_twice_is_noted_and_the_last_one_counts():
 
 
 def test_flags_without_effect_are_listed_by_reason():
-    _, _, notes = parse_args(["--no-bias-gelu-fusion", "--data-impl", "mmap", "--no-rope-fusion", "--num-experts", "1"])
-    assert tells_each(sorted(notes), "--data-impl --num-experts | --no-bias-gelu-fusion --no-rope-fusion")
+    _, _, notes = parse_args(["--no-bias-gelu-fusion", "--data-impl", "mmap", "--no-rope-fusion"])
+    assert tells_each(sorted(notes), "--data-impl | --no-bias-gelu-fusion --no-rope-fusion")
 
 
 def test_what_other_flags_leave_nothing_to_do_is_noted():
@@ -247,7 +247,7 @@ def test_a_default_of_the_script_may_have_any_name_that_a_flag_has():
 @pytest.mark.parametrize(
     ("defaults", "told"),
     [
-        ({"num_experts": 8}, "args_defaults --num-experts"),
+        ({"moe_latent_size": 8}, "args_defaults --moe-latent-size"),
         ({"multi_latent_attention": True}, "args_defaults --multi-latent-attention"),
         ({"fp8": "hybrid"}, "args_defaults --fp8-format"),
         ({"model_parallel_size": 2}, "args_defaults --tensor-model-parallel-size"),
@@ -274,8 +274,8 @@ def test_defaults_that_the_script_sets_of_the_parser_are_those_of_args_defaults(
     assert (config.transformer.num_layers, config.transformer.swiglu, args.mine, notes) == (3, True, 5, [])
     assert parsed(sets(num_layers=3), "--num-layers 2").config.transformer.num_layers == 2
     assert parsed(sets(num_layers=3), args_defaults={"num_layers": 4}).config.transformer.num_layers == 4
-    with pytest.raises(ConfigError, match="--num-experts"):
-        parsed(sets(num_experts=8))
+    with pytest.raises(ConfigError, match="--moe-latent-size"):
+        parsed(sets(moe_latent_size=8))
 
 
 def test_defaults_of_the_script_without_effect_are_named():
@@ -285,9 +285,9 @@ def test_defaults_of_the_script_without_effect_are_named():
 
 def test_flags_that_the_script_declares_take_its_defaults_as_they_are():
     """Also under a name of a flag of Megatron's that is refused."""
-    own = lambda parser: parser.add_argument("--num-experts", type=int) and None  # noqa: E731
-    args = parse_args([], own, args_defaults={"num_experts": 3, "anything": "x"}).args
-    assert (args.num_experts, args.anything) == (3, "x")
+    own = lambda parser: parser.add_argument("--moe-latent-size", type=int) and None  # noqa: E731
+    args = parse_args([], own, args_defaults={"moe_latent_size": 3, "anything": "x"}).args
+    assert (args.moe_latent_size, args.anything) == (3, "x")
 
 
 # ---------------------------------------------------------------- mistakes
@@ -539,7 +539,7 @@ def test_flags_without_a_setting_have_megatrons_names_types_and_defaults():
         "num_experts",
     ]
     assert [getattr(plain, name) for name in names] == [True, False, 2, 0.0, True, None]
-    assert [getattr(given, name) for name in names] == [False, True, 4, [0.1], False, 0]
+    assert [getattr(given, name) for name in names] == [False, True, 4, 0.1, False, 0]
     assert (plain.layernorm_epsilon, plain.no_load_optim, plain.encoder_num_layers) == (1e-5, None, plain.num_layers)
     assert (plain.masked_softmax_fusion, plain.mmap_warmup, plain.data_impl, plain.spec) == (True, False, "mmap", None)
 

@@ -55,7 +55,7 @@ def test_flags_of_experts_say_nothing_where_there_are_none():
 
 
 @pytest.mark.parametrize(
-    "slip", ["--config-logger-dirs", "--num-expert", "--batch_size", "--temprature", "--config-logger"]
+    "slip", ["--config-logger-dirs", "--moe-latent-siz", "--batch_size", "--temprature", "--config-logger"]
 )
 def test_a_refused_flag_is_not_suggested_nor_one_that_does_something_else(slip: str):
     assert tells_each(problems_of(slip), f"{slip} --help")
@@ -63,7 +63,7 @@ def test_a_refused_flag_is_not_suggested_nor_one_that_does_something_else(slip: 
 
 # the topic in the reason of refused flags -> its words in the README
 TOPICS = {
-    "mixtures of experts": "mixtures of experts",
+    "experts in a latent width": "experts in a latent width",
     "multi-latent attention": "multi-latent attention",
     "prediction of several tokens": "prediction of several tokens",
     "state-space models": "state-space models",

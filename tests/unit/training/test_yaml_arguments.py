@@ -95,12 +95,10 @@ def test_flags_of_the_script_stand_in_a_file_too(read):
 
 
 def test_shorthands_and_flags_without_effect_stand_in_a_file_too(read):
-    config, _, notes = read(
-        "use_flash_attn: true\nrecompute-activations: true\nno_position_embedding: true\nnum_experts: 1\n"
-    )
+    config, _, notes = read("use_flash_attn: true\nrecompute-activations: true\nno_position_embedding: true\n")
     assert config.transformer.recompute_granularity == "selective"
     assert config.transformer.position_embedding_type == "none"
-    assert [note.split(": ")[1] for note in notes] == ["--use-flash-attn", "--num-experts"]
+    assert [note.split(": ")[1] for note in notes] == ["--use-flash-attn"]
 
 
 def test_what_a_file_gives_and_a_run_would_not_is_warned_of_or_refused_as_on_the_line(read):
@@ -163,7 +161,7 @@ TEXTS_AND_PROBLEMS = [
     ("seed: {a: 1}", "FILE:1 seed"),
     ("data_path: [[a]]", "FILE:1 data_path"),
     ("yaml-cfg: other.yaml", "FILE:1 yaml-cfg"),
-    ("num_experts: 8", "FILE --num-experts"),
+    ("moe_latent_size: 8", "FILE --moe-latent-size"),
     ("hidden_size: much", "FILE --hidden-size much"),
     ("lr: .inf", "FILE --lr .inf"),
     ("seed: -5", "--seed -5 0 2^32"),

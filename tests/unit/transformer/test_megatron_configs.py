@@ -109,19 +109,19 @@ def test_a_default_of_a_subclass_is_refused_like_a_value():
     """Another default asks for that value."""
 
     @dataclass
-    class Experts(TransformerConfig):
-        num_moe_experts: int | None = 8
+    class Ahead(TransformerConfig):
+        mtp_num_layers: int | None = 8
 
     @dataclass(kw_only=True)
     class Masked(BlendedMegatronDatasetConfig):
         masking_max_ngram: int = 5
 
-    with pytest.raises(ConfigError, match="Experts: num_moe_experts=8 is not built"):
-        model_config(Experts(**SHAPE))
+    with pytest.raises(ConfigError, match="Ahead: mtp_num_layers=8 is not built"):
+        model_config(Ahead(**SHAPE))
     with pytest.raises(ConfigError, match="Masked: masking_max_ngram=5 is not built"):
         _ = Masked(**DATA).data
 
 
 def test_a_config_that_lacks_a_field_asks_for_nothing_by_it():
     assert not problems_of_not_built(types.SimpleNamespace(num_layers=2), transformer_config.NOT_BUILT)
-    assert problems_of_not_built(types.SimpleNamespace(num_moe_experts=2), transformer_config.NOT_BUILT)
+    assert problems_of_not_built(types.SimpleNamespace(mtp_num_layers=2), transformer_config.NOT_BUILT)

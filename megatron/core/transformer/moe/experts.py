@@ -8,11 +8,12 @@ have brought here; the copies over edp add theirs.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
@@ -32,13 +33,20 @@ class GroupedLinear(nn.Module):
     """Y = X A_e^T + b_e for the rows of each expert e of this rank.
 
     shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
-    each expert has one.
+    each expert has one. grouped: multiply all experts by one call where the device and dtype have it.
 
     forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
     """
 
     def __init__(
-        self, shape: tuple[int, ...], context: LayerContext, init: InitialValue, *, shard: dict[str, int], bias: bool
+        self,
+        shape: tuple[int, ...],
+        context: LayerContext,
+        init: InitialValue,
+        *,
+        shard: dict[str, int],
+        bias: bool,
+        grouped: bool = False,
     ):
         super().__init__()
         tp = context.tp
@@ -50,6 +58,7 @@ class GroupedLinear(nn.Module):
         of_experts = {"reduce_over": EXPERT_DATA_PARALLEL}
         placement = Placement(shape, init, shard=shard, **of_experts)
         self.tp = tp
+        self.grouped = grouped and tp.matmul_backend is None
         self.weight = tp.parameter(tuple(local), placement, (ranks.ep, ranks.etp))
         self.bias = None
         if bias:
@@ -62,7 +71,8 @@ class GroupedLinear(nn.Module):
             self.bias = tp.parameter(tuple(local[:-1]), of_bias, (ranks.ep, ranks.etp))
 
     def forward(self, x: Tensor, counts: Sequence[int], *, adds_bias: bool = True) -> Tensor:
-        y = _GroupedProduct.apply(x, self.weight, tuple(counts), self.tp.weight_grads, self.tp.matmul)
+        grouped = self.grouped and can_group(x, self.weight)
+        y = _GroupedProduct.apply(x, self.weight, tuple(counts), self.tp.weight_grads, self.tp.matmul, grouped)
         if self.bias is None:
             return y
         biases = self.bias.flatten(1).unbind()  # [out] each
@@ -89,9 +99,16 @@ class GroupedMLP(nn.Module):
         self.recomputes_activation = config.recomputes("moe_act")
         fc1 = (experts, 2 if config.is_gated else 1, f, h)
         bias = config.has_mlp_bias
-        self.linear_fc1 = GroupedLinear(fc1, context, config.init, shard={"ep": 0, "etp": 2}, bias=bias)
+        self.linear_fc1 = GroupedLinear(
+            fc1, context, config.init, shard={"ep": 0, "etp": 2}, bias=bias, grouped=config.moe_grouped_gemm
+        )
         self.linear_fc2 = GroupedLinear(
-            (experts, h, f), context, config.output_init, shard={"ep": 0, "etp": 2}, bias=bias
+            (experts, h, f),
+            context,
+            config.output_init,
+            shard={"ep": 0, "etp": 2},
+            bias=bias,
+            grouped=config.moe_grouped_gemm,
         )
 
     def forward(self, rows: ExpertRows) -> Tensor:
@@ -121,12 +138,20 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: tuple[int, ...], store: WeightGradStore, matmul: MatmulBackend
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: tuple[int, ...],
+        store: WeightGradStore,
+        matmul: MatmulBackend,
+        grouped: bool,
     ) -> Tensor:
         """x: [rows, in], weight: [E, .., in] -> [rows, out]"""
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
-        ctx.rest = counts, store, matmul
+        ctx.rest = counts, store, matmul, grouped
+        if grouped:
+            return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), ends_of(counts, x.device))
         parts = [matmul.forward(part, matrix, None) for part, matrix in zip(x.split(counts), _matrices(weight))]
         return torch.cat(parts)
 
@@ -137,10 +162,12 @@ class _GroupedProduct(torch.autograd.Function):
         Saved: x, and the weight for the gradient of x.
         """
         x, weight = ctx.saved_tensors
-        counts, store, matmul = ctx.rest
+        counts, store, matmul, grouped = ctx.rest
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
-        if needs_dgrad:
+        if needs_dgrad and grouped:
+            grad_x = grouped_mm(grad.contiguous(), weight.flatten(1, -2), ends_of(counts, grad.device))
+        elif needs_dgrad:
             parts = zip(grad.split(counts), _matrices(weight))
             grad_x = torch.cat([matmul.dgrad(part, matrix, None) for part, matrix in parts])
         if needs_wgrad and store.is_collecting and main_grad_of(ctx.weight) is not None:
@@ -148,7 +175,43 @@ class _GroupedProduct(torch.autograd.Function):
             grad_was_deferred(ctx.weight)
         elif needs_wgrad:
             grad_weight = _accumulate(ctx.weight, grad, x, counts, matmul)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
+
+
+# torch.nn.functional.grouped_mm since 2.10; earlier releases have none that is public
+grouped_mm = getattr(functional, "grouped_mm", None)
+
+
+def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the end of each expert's rows: int32 [E]."""
+    return torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+def can_group(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch multiplies the rows of all experts by one call, for these dtypes, widths and this device.
+
+    Its kernels take no float64, and rows whose bytes are a multiple of 16.
+    """
+    if grouped_mm is None or x.device.type == "meta":
+        return False
+    widths = x.shape[-1], weight[0].numel() // weight.shape[-1]
+    return (
+        x.dtype == weight.dtype
+        and _has_kernel(x.device, x.dtype)
+        and all(width * x.element_size() % 16 == 0 for width in widths)
+    )
+
+
+@cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a small grouped product runs, found by trying, once per process."""
+    with torch._C.DisableTorchFunction():
+        ones = torch.ones((16, 16), dtype=dtype, device=device)
+        try:
+            product = grouped_mm(ones, ones.expand(2, 16, 16).contiguous(), ends_of((4, 12), device))
+        except (RuntimeError, TypeError):
+            return False
+        return bool((product == 16).all())
 
 
 def _matrices(weight: Tensor) -> tuple[Tensor, ...]:

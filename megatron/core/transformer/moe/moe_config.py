@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, NotNegative, Positive, WholeNumber, option, out_of_range
 from megatron.core.transformer.attention_score_config import AttentionConfig
@@ -109,6 +109,14 @@ class MoEConfig(AttentionConfig):
         False, "with --moe-router-topk 1: multiply inputs of experts by the weights"
     )
 
+    moe_layer_recompute: bool = option(
+        False, "deprecated: as --recompute-granularity selective --recompute-modules moe"
+    )
+    moe_enable_deepep: bool = option(False, "refused with --num-experts: dispatch by the kernels of DeepEP")
+    moe_router_topk_limited_devices: Count | None = option(
+        None, "refused with --num-experts: deprecated in Megatron, which has groups of experts instead"
+    )
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if any(out_of_range(self)):
@@ -132,9 +140,19 @@ class MoEConfig(AttentionConfig):
             )
         if len(set(kinds)) < len(kinds):
             yield f"--moe-router-load-balancing-type {_spaced(kinds)} has a type twice; give each once"
-        if self.moe_token_dispatcher_type == "flex":
+        for flag, is_set in {
+            "--moe-token-dispatcher-type flex": self.moe_token_dispatcher_type == "flex",
+            "--moe-enable-deepep": self.moe_enable_deepep,
+        }.items():
+            if is_set:
+                yield (
+                    f"{flag} needs kernels of DeepEP, HybridEP or NCCL, which are not used here; give "
+                    "--moe-token-dispatcher-type alltoall"
+                )
+        if self.moe_router_topk_limited_devices is not None:
             yield (
-                "--moe-token-dispatcher-type flex needs kernels of DeepEP, HybridEP or NCCL, which are not used here; give alltoall"
+                "--moe-router-topk-limited-devices is deprecated in Megatron and not built; give --moe-router-num-groups and "
+                "--moe-router-group-topk"
             )
 
     def _problems_of_choice(self) -> Iterator[str]:
@@ -209,6 +227,14 @@ class MoEConfig(AttentionConfig):
             )
 
     @property
+    def parsed_patterns(self) -> dict[str, Any]:
+        """The settings in the types of Megatron's parser: of layers N or a list, of losses one value or a list."""
+        of_losses = {"moe_router_load_balancing_type": self.moe_router_load_balancing_type}
+        of_losses["moe_aux_loss_coeff"] = self.moe_aux_loss_coeff
+        one_or_list = {name: values[0] if len(values) == 1 else values for name, values in of_losses.items()}
+        return {**super().parsed_patterns, "moe_layer_freq": layer_pattern(self.moe_layer_freq), **one_or_list}
+
+    @property
     def has_experts(self) -> bool:
         """Whether some layers have experts."""
         return (self.num_experts or 0) > 1
@@ -219,6 +245,11 @@ class MoEConfig(AttentionConfig):
             return False
         pattern = layer_pattern(self.moe_layer_freq)
         return layer % pattern == 0 if isinstance(pattern, int) else pattern[layer] == 1
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether some layers have a dense MLP."""
+        return not all(self.is_moe_layer(layer) for layer in range(self.all_layers))
 
     @property
     def expert_ffn_size(self) -> int:

@@ -49,12 +49,9 @@ class MoELayer(nn.Module):
         whole = x  # as the layer has it
 
         # this rank's tokens
-        divides = tp.axis.size > 1 and not tp.sequence_parallel
-        if divides and x.shape[0] % tp.axis.size and not torch.is_grad_enabled():
-            divides = False  # generation: every rank routes all
+        divides, rows = self.rows_of(x)
         if divides:
             x = autograd_collectives.scatter_sequence(x, tp.axis)  # [s/t, b, h]
-        rows = SequenceShard(self.context.cp.axis, tp.axis if divides or tp.sequence_parallel else ALONE)
         routing = self.router(x, rows)
 
         # to the experts, and back
@@ -74,6 +71,14 @@ class MoELayer(nn.Module):
         if self.shared_experts is not None:
             y = y + (self.shared(whole) if shared is None else shared)
         return y
+
+    def rows_of(self, x: Tensor) -> tuple[bool, SequenceShard]:
+        """Return (whether ranks of tp divide x among them, which rows of each sample this rank routes). x: [s, b, h]"""
+        tp = self.context.tp
+        divides = tp.axis.size > 1 and not tp.sequence_parallel
+        if divides and x.shape[0] % tp.axis.size and not torch.is_grad_enabled():
+            divides = False  # generation, of one token: every rank routes it
+        return divides, SequenceShard(self.context.cp.axis, tp.axis if divides or tp.sequence_parallel else ALONE)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return the result of the shared experts: x [s, b, h] ([s/t, b, h]) -> the same shape."""

@@ -6,7 +6,7 @@ All ranks of a sample hold other tokens of it. What decides is exactly equal on 
 not depend on the layout.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ class TopKRouter(ChangesAtStepEnd):
         over_tp = Placement((experts,), None, replicated_over=("tp",), partial_grad=("tp",))
         self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp)}
         self.tokens_of_last_step: Tensor | None = None  # int64 [E], over all ranks
+        self.idle_steps = torch.zeros(experts, dtype=torch.int64, device=tp.device)  # [E], since an expert had a token
+        self.replay: Any = None  # a `RouterReplay`
         self.forget_counts()
 
         # ranks of tp have other tokens in training
@@ -109,6 +111,9 @@ class TopKRouter(ChangesAtStepEnd):
     def choose(self, logits: Tensor, rows: SequenceShard) -> Tensor:
         """Return the experts of each token, ascending: int64 [s, b, K]. logits: [s, b, E]"""
         config = self.settings
+        samples = self.context.keys.samples or tuple(range(logits.shape[1]))
+        if self.replay is not None and (ids := self.replay.take(self.layer_number, samples)) is not None:
+            return ids
         ids = moe_utils.choose_experts(
             logits,
             self.topk,
@@ -121,7 +126,10 @@ class TopKRouter(ChangesAtStepEnd):
         if config.moe_router_force_load_balancing:
             tokens = positions_of(rows, ids.shape[0], ids.device).unsqueeze(1).expand(ids.shape[:2])
             ids = moe_utils.experts_in_turn(tokens, self.topk, self.num_experts)
-        return ids.sort(-1).values
+        ids = ids.sort(-1).values
+        if self.replay is not None:
+            self.replay.put(self.layer_number, samples, ids)
+        return ids
 
     def balance(self, logits: Tensor, rows: SequenceShard) -> None:
         """Add the z-loss and the balancing losses. logits: [s, b, E]"""
@@ -205,6 +213,7 @@ class TopKRouter(ChangesAtStepEnd):
 
     def end_of_step(self) -> None:
         self.tokens_of_last_step = self.tokens_per_expert.clone()
+        self.idle_steps = torch.where(self.tokens_per_expert > 0, 0, self.idle_steps + 1)
         if self.expert_bias is not None:
             rate = self.settings.moe_router_bias_update_rate
             self.expert_bias.copy_(moe_utils.updated_expert_bias(self.expert_bias, self.tokens_per_expert, rate))

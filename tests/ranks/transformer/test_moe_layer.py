@@ -1,0 +1,218 @@
+"""One layer of experts in one process: against numbers of a float64 program of its own, and what its options do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import SEQ, TINY_LLAMA
+from torch import Tensor
+
+from megatron.core.inference.load_model import single_rank_mesh
+from megatron.core.ops.aux_losses import objective_of
+from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.recompute_in_backward import recompute_in_backward
+
+E, H, F, S, SAMPLES, COEFFICIENT = 4, 16, 32, 8, 4, 0.05
+LAYER = ModelConfig(
+    num_layers=1,
+    hidden_size=H,
+    num_attention_heads=4,
+    ffn_hidden_size=F,
+    swiglu=True,
+    add_bias_linear=False,
+    fp64=True,
+    num_experts=E,
+    moe_router_topk=2,
+)
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+BIAS = [0.0, 0.3, -0.2, 0.1]
+
+
+def a_layer(config: ModelConfig) -> MoELayer:
+    context = LayerContext.from_mesh(single_rank_mesh(), torch.float64, SampleDropoutKeys(3))
+    context.aux_losses.num_layers = 1
+    context.aux_losses.declare(*config.aux_loss_names)
+    return MoELayer(config, 0, context)
+
+
+def drawn() -> tuple[Tensor, ...]:
+    """Router [E, h], gate and up of the experts [E, 2 f, h], their output [E, h, f], inputs and factors of outputs [s, b, h]."""
+    g = torch.Generator().manual_seed(3)
+    shapes = ((E, H), 0.5), ((E, 2 * F, H), 0.2), ((E, H, F), 0.2), ((S, SAMPLES, H), 1.0), ((S, SAMPLES, H), 1.0)
+    return tuple(torch.randn(*shape, generator=g, dtype=torch.float64) * scale for shape, scale in shapes)
+
+
+def norms(*, mbs: int = 1, main: bool = True, bias: bool = False, **options: Any) -> tuple[float, float, float]:
+    """The norms of the gradients of router, experts and inputs, by microbatches of `mbs` samples."""
+    layer = a_layer(replace(LAYER, **options))
+    router, fc1, fc2, x, factors = drawn()
+    x = x.requires_grad_()
+    with torch.no_grad():
+        layer.router.weight.copy_(router)
+        layer.experts.linear_fc1.weight.copy_(fc1.view(E, 2, F, H))
+        layer.experts.linear_fc2.weight.copy_(fc2)
+        if bias:
+            layer.router.expert_bias.copy_(torch.tensor(BIAS))
+    losses = layer.context.aux_losses
+    for first in range(0, SAMPLES, mbs):
+        here = slice(first, first + mbs)
+        layer.context.keys.samples = tuple(range(first, first + mbs))
+        with losses.collecting() as collected:
+            y = layer(x[:, here])
+        objective = (y * factors[:, here]).sum() / (S * SAMPLES) if main else 0.0
+        aux = objective_of(collected)
+        if aux is not None:
+            objective = objective + aux * mbs / SAMPLES
+        objective.backward()
+    experts = [p.grad.flatten() for p in layer.experts.parameters() if p.grad is not None]
+    of_experts = torch.cat(experts).norm().item() if experts else 0.0
+    return layer.router.weight.grad.norm().item(), of_experts, x.grad.norm().item()
+
+
+def losses(kind: str) -> dict[str, Any]:
+    return {"moe_router_load_balancing_type": [kind], "moe_aux_loss_coeff": [COEFFICIENT]}
+
+
+SAMPLE = losses("seq_aux_loss")
+ALONE = {"main": False}
+# (options, the norm of the router's gradient, that of the experts')
+NUMBERS = [
+    ({}, 0.414102741694, 2.045869759096),
+    (SAMPLE, 0.413686798930, 2.045869759096),
+    ({**SAMPLE, "moe_router_pre_softmax": True}, 0.361268587382, 1.833136376643),
+    ({**SAMPLE, **SIGMOID}, 0.127763833680, 1.823571224601),
+    ({**SAMPLE, **SIGMOID, "moe_router_topk_scaling_factor": 2.5}, 0.319564401310, 4.558928061502),
+    (
+        {
+            **SAMPLE,
+            **SIGMOID,
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_enable_expert_bias": True,
+            "bias": True,
+        },
+        0.544146865290,
+        4.719528748149,
+    ),
+    ({"moe_expert_capacity_factor": 1.0}, 0.412096418686, 2.040356431969),
+    ({"moe_expert_capacity_factor": 0.5}, 0.238770102199, 1.765873767103),
+    ({**losses("aux_loss"), "mbs": 2}, 0.414059172873, None),
+    ({**losses("aux_loss"), "mbs": 4}, 0.414138437328, None),
+    ({**SAMPLE, **ALONE}, 0.002370923665, None),
+    ({**losses("global_aux_loss"), **ALONE}, 0.001211182410, None),
+    ({"moe_z_loss_coeff": 0.1, **ALONE}, 0.294169780479, None),
+]
+
+
+@pytest.mark.parametrize(("options", "router", "experts"), NUMBERS)
+def test_gradients_are_those_of_a_program_of_its_own(options: dict, router: float, experts: float | None):
+    """Issue 3768 of Megatron-LM names four scales of one loss: here each balancing loss has one, whatever the microbatches."""
+    got = norms(**options)
+    assert got[0] == pytest.approx(router, abs=2e-12)
+    if experts is not None:
+        assert got[1] == pytest.approx(experts, abs=2e-12)
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
+def test_losses_of_samples_do_not_depend_on_the_microbatch_size(kind: str):
+    assert norms(**losses(kind), mbs=1) == pytest.approx(norms(**losses(kind), mbs=4), rel=1e-12)
+
+
+TINY = replace(TINY_LLAMA, num_experts=8, moe_ffn_hidden_size=12)
+
+
+def of_tokens(config: ModelConfig, training: bool = True) -> tuple[MoELayer, Tensor]:
+    layer = a_layer(config).train(training)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+    return layer, torch.randn(SEQ, 2, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def run(layer: MoELayer, x: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+
+def test_both_dispatchers_and_both_kinds_of_products_compute_the_same():
+    layer, x = of_tokens(TINY)
+    expected = run(layer, x)
+    for options in ({"moe_token_dispatcher_type": "alltoall"}, {"moe_grouped_gemm": True}):
+        layer.settings = replace(TINY, **options)
+        for got, value in zip(run(layer, x), expected, strict=True):
+            torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
+
+
+def test_a_large_capacity_drops_nothing_and_a_small_one_returns_zeros_for_dropped_tokens():
+    layer, x = of_tokens(TINY)
+    expected = run(layer, x)
+    layer.router.settings = replace(TINY, moe_expert_capacity_factor=4.0)  # E / K
+    assert all(torch.equal(a, b) for a, b in zip(run(layer, x), expected, strict=True))
+    layer.router.settings = replace(TINY, moe_expert_capacity_factor=0.25)
+    routing = layer.router(x, layer.rows_of(x)[1])
+    dropped = ~routing.kept.any(-1)  # [s, b]
+    assert (~routing.kept).double().mean() >= 0.1 and dropped.any()
+    assert not layer(x)[dropped].any() and not routing.weights[~routing.kept].any()
+
+
+def test_routes_that_are_replayed_give_equal_bits():
+    layer, x = of_tokens(replace(TINY, moe_enable_routing_replay=True))
+    replay = RouterReplay([layer])
+    with replay.recording():
+        expected = run(layer, x)
+    assert {sample for _, sample in replay.routes} == {0, 1}
+    with replay.replaying():
+        assert all(torch.equal(a, b) for a, b in zip(run(layer, x), expected, strict=True))
+        with torch.no_grad():
+            layer.router.weight.neg_()  # other scores, and the same choices
+        assert torch.equal(layer.router(x, layer.rows_of(x)[1]).ids[:, 0], replay.routes[1, 0])
+        layer.context.keys.samples = (7, 8)
+        with pytest.raises(ValueError, match="no choices of sample 7"):
+            layer(x)
+    with pytest.raises(ValueError, match="--moe-enable-routing-replay"):
+        RouterReplay([of_tokens(TINY)[0]])
+
+
+def test_a_recomputation_keeps_the_choices_and_counts_no_token_twice():
+    layer, x = of_tokens(
+        replace(TINY, moe_expert_capacity_factor=1.0, moe_input_jitter_eps=0.1, **losses("global_aux_loss"))
+    )
+    expected = run(layer, x)
+    layer.router.end_of_step()
+    choose = layer.router.choose
+    calls = []
+    layer.router.choose = lambda *inputs: (calls.append(1), choose(*inputs))[1]
+    y = recompute_in_backward(layer, layer.context.keys, x, modules=[layer])
+    got = [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert len(calls) == 1
+    assert layer.router.tokens_per_expert.sum() <= 2 * SEQ * 2
+    assert layer.router.counts_so_far[1] == 2
+
+
+def test_forced_balance_gives_each_expert_as_many_tokens_and_jitter_is_off_in_evaluation():
+    config = replace(TINY, moe_router_force_load_balancing=True, moe_input_jitter_eps=0.5)
+    layer, x = of_tokens(config)
+    first = layer(x)
+    assert layer.router.tokens_per_expert.tolist() == [SEQ * 2 * 2 // 8] * 8
+    assert torch.equal(layer(x), first)  # draws are those of the samples
+    layer.eval()
+    assert not torch.equal(layer(x), first)
+
+
+def test_an_expert_without_rows_has_gradients_of_zero():
+    layer, _ = of_tokens(replace(TINY, moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True))
+    with torch.no_grad():
+        layer.router.weight.zero_()  # the first two experts have all tokens
+    layer(torch.ones(SEQ, 1, 16, dtype=torch.float64)).sum().backward()
+    for weight in (layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight):
+        assert weight.grad[:2].any() and not weight.grad[2:].any()
+    layer.router.end_of_step()
+    assert layer.router.tokens_of_last_step.tolist() == [SEQ, SEQ] + [0] * 6
+    assert layer.router.idle_steps.tolist() == [0, 0] + [1] * 6

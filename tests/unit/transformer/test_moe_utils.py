@@ -1,0 +1,171 @@
+"""The arithmetic of mixtures of experts against vectors computed by hand and by megatron-core 0.16.1."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe import moe_utils
+
+Z = torch.tensor([[2, 1, 0, -1], [0, 0.5, 1, -0.5], [1, -1, 2, 0], [-1, 0, 1, 3]], dtype=torch.float64)
+BIAS = torch.tensor([0, 0.3, -0.2, 0.1], dtype=torch.float64)
+
+
+def doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(got: Tensor | float, expected: Tensor | float) -> None:
+    torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+PLAIN = [[0, 1], [2, 1], [2, 0], [3, 2]]
+MODES = {
+    "post": (
+        {},
+        {},
+        PLAIN,
+        (
+            0.7310585786,
+            0.2689414214,
+            0.6224593312,
+            0.3775406688,
+            0.7310585786,
+            0.2689414214,
+            0.8807970780,
+            0.1192029220,
+        ),
+    ),
+    "pre": (
+        {"pre_softmax": True},
+        {},
+        PLAIN,
+        (
+            0.6439142599,
+            0.2368828181,
+            0.4550542339,
+            0.2760043447,
+            0.6439142599,
+            0.2368828181,
+            0.8309526605,
+            0.1124572137,
+        ),
+    ),
+    "sigmoid": (
+        {"function": "sigmoid"},
+        {},
+        PLAIN,
+        (
+            0.5464491032,
+            0.4535508968,
+            0.5401174032,
+            0.4598825968,
+            0.5464491032,
+            0.4535508968,
+            0.5657849980,
+            0.4342150020,
+        ),
+    ),
+    "sigmoid, bias, scaled": (
+        {"function": "sigmoid"},
+        {"expert_bias": BIAS},
+        [[1, 0], [1, 2], [0, 2], [3, 1]],
+        (
+            1.1338772421,
+            1.3661227579,
+            1.1497064920,
+            1.3502935080,
+            1.1338772421,
+            1.3661227579,
+            1.6394587189,
+            0.8605412811,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_choices_and_weights(mode: str):
+    options, of_choice, chosen, weights = MODES[mode]
+    ids = moe_utils.choose_experts(Z, 2, **options, **of_choice)
+    assert ids.tolist() == chosen
+    scaling = 2.5 if of_choice else None
+    close(moe_utils.weights_of(Z, ids, **options, scaling=scaling).flatten(), doubles(*weights))
+
+
+def test_groups():
+    z = torch.sin(1.7 * torch.arange(16, dtype=torch.float64)).view(2, 8)
+    ids = moe_utils.choose_experts(z, 4, function="sigmoid", groups=4, group_topk=2)
+    assert [sorted(row) for row in ids.tolist()] == [[0, 1, 4, 5]] * 2
+    first = dict(zip(ids[0].tolist(), moe_utils.weights_of(z, ids, function="sigmoid")[0], strict=True))
+    for expert, weight in {1: 0.2871558079, 5: 0.2715008344, 4: 0.2445039954, 0: 0.1968393623}.items():
+        close(first[expert], weight)
+
+
+def test_equal_scores_choose_the_first_experts():
+    assert moe_utils.choose_experts(torch.zeros(3, 8), 3).tolist() == [[0, 1, 2]] * 3
+
+
+def loss(function: str, tokens: Tensor = Z) -> Tensor:
+    counts = moe_utils.count_tokens(moe_utils.top_k(tokens, 2).unsqueeze(1), 4)[0]
+    sums = moe_utils.probabilities_of(tokens, function).sum(0)
+    return moe_utils.balancing_loss(counts.double(), sums, len(tokens), 2)
+
+
+def test_losses():
+    assert moe_utils.count_tokens(moe_utils.top_k(Z, 2).unsqueeze(1), 4).tolist() == [[2, 2, 3, 1]]
+    means = moe_utils.probabilities_of(Z, "softmax").mean(0)
+    assert [round(p, 8) for p in means.tolist()] == [0.2658554, 0.14657912, 0.32464251, 0.26292298]
+    close(0.01 * loss("softmax"), 0.010308597649458)
+    close(0.01 * loss("sigmoid"), 0.010406411897810)
+    close(0.01 * (loss("softmax", Z[:2]) + loss("softmax", Z[2:])) / 2, 0.012655586021957)
+    close(0.001 * moe_utils.z_losses(Z).mean(), 0.006312254578413)
+    z = Z.clone().requires_grad_()
+    (0.01 * loss("softmax", z)).backward()
+    close(z.grad.norm(), 7.272042060315699e-4)
+    uniform = moe_utils.balancing_loss(doubles(2, 2, 2, 2), doubles(*[1.0] * 4), 4, 2)
+    assert uniform == 1
+
+
+def test_the_bias_moves_by_the_sign_of_the_difference_to_the_mean():
+    close(moe_utils.updated_expert_bias(BIAS, torch.tensor([2, 2, 3, 1]), 1e-3), doubles(0, 0.3, -0.201, 0.101))
+
+
+def test_capacity():
+    ids = moe_utils.choose_experts(Z, 2).unsqueeze(1)  # [4, 1, 2]
+    weights = moe_utils.weights_of(Z.unsqueeze(1), ids)
+    assert moe_utils.capacity_of(4, 2, 4, 0.5) == 1
+    for policy, rows in {"probs": [0, 1, 2, 3], "position": [0, 0, 1, 3]}.items():
+        kept = moe_utils.kept_tokens(ids, weights, 4, 1, policy)
+        of_expert = [[token for token in range(4) if (kept & (ids == e))[token].any()] for e in range(4)]
+        assert of_expert == [[row] for row in rows], policy
+    assert moe_utils.kept_tokens(ids, weights, 4, 4, "probs").all()
+
+
+def test_experts_in_turn_have_equal_numbers_of_tokens():
+    ids = moe_utils.experts_in_turn(torch.arange(16), 3, 8)
+    assert torch.bincount(ids.flatten()).tolist() == [6] * 8
+    assert (ids.diff(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"),
+    [
+        ([[3]], [(0, 3)]),
+        ([[1, 2], [0, 4]], [(0, 1), (3, 3), (1, 3), (3, 7)]),
+        ([[0, 0], [0, 0]], [(0, 0)] * 4),
+        ([[2, 1, 1], [1, 0, 2]], [(0, 2), (4, 5), (2, 3), (5, 5), (3, 4), (5, 7)]),
+    ],
+)
+def test_chunks_of_ranks_become_chunks_of_experts(received: list, expected: list):
+    assert moe_utils.chunk_order(received) == expected
+
+
+def test_rows_by_expert_and_back():
+    ids = torch.tensor([[0, 2], [1, 2], [0, 1]])
+    order, place, counts = moe_utils.order_by_expert(ids, None, 3)
+    assert order.tolist() == [0, 4, 2, 5, 1, 3] and counts.tolist() == [2, 2, 2]
+    assert (ids.flatten()[order][place] == ids).all()
+    kept = torch.tensor([[True, False], [True, True], [False, True]])
+    order, place, counts = moe_utils.order_by_expert(ids, kept, 3)
+    assert counts.tolist() == [1, 2, 1] and order[:4].tolist() == [0, 2, 5, 3]
+    assert ((place < 4) == kept).all()
