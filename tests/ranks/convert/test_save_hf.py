@@ -45,6 +45,13 @@ TP, PP = " --tensor-model-parallel-size 2", " --pipeline-model-parallel-size 2"
 LAYOUTS = {
     "tp 2, pp 2, llama, bf16": ({"tp": 2, "pp": 2}, LLAMA + TP + PP + " --sequence-parallel --bf16"),
     "vpp 2, zero 1": ({"pp": 2, "dp": 2}, PP + " --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1"),
+    "tp 2, ep 2, zero 1, experts, bf16": (
+        {"tp": 2, "dp": 2, "ep": 2},
+        LLAMA
+        + TP
+        + " --num-experts 4 --moe-ffn-hidden-size 12 --expert-model-parallel-size 2 --zero-stage 1 --bf16"
+        + " --moe-token-dispatcher-type alltoall --sequence-parallel",
+    ),
     "zero 3, llama": ({"dp": 4}, LLAMA + " --zero-stage 3"),
     "cp 2, zero 3, params in files": (
         {"cp": 2, "dp": 2},
