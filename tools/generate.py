@@ -79,6 +79,13 @@ class GenerateConfig(FlagConfig):
     cp_comm_type: list[str] = option(
         ["p2p"], "communication of context-parallel attention, as in training", metavar="TYPE"
     )
+    expert_model_parallel_size: Count = option(
+        1,
+        "expert-parallel ranks; if they are more than the others of a stage, several replicas generate the same texts",
+    )
+    expert_tensor_parallel_size: Count | None = option(
+        None, "ranks that shard each expert; default: --tensor-model-parallel-size"
+    )
     hierarchical_context_parallel_sizes: list[int] | None = option(
         None, "two numbers for --cp-comm-type a2a+p2p, as in training"
     )
@@ -178,12 +185,15 @@ def read_settings(arguments: list[str] | None) -> Settings:
 
     # one process for each rank of the layout
     world_size = parallel_state.launched_world_size()
-    needed_world_size = prod(getattr(generation, name) for name in LAYOUT_SIZES)
+    replicas = replicas_of(generation)
+    needed_world_size = prod(getattr(generation, name) for name in LAYOUT_SIZES) * replicas
     if world_size != needed_world_size:
         tp_size = generation.tensor_model_parallel_size
         pp_size = generation.pipeline_model_parallel_size
         cp_size = generation.context_parallel_size
         context = f" x --context-parallel-size {cp_size}" if cp_size > 1 else ""
+        if replicas > 1:
+            context += f" x {replicas} replicas, which --expert-model-parallel-size {generation.expert_model_parallel_size} needs"
         raise ConfigError(
             f"{world_size} process(es) for --tensor-model-parallel-size {tp_size} x "
             f"--pipeline-model-parallel-size {pp_size}{context}; start {needed_world_size}"
@@ -196,6 +206,14 @@ def read_settings(arguments: list[str] | None) -> Settings:
         local_rank = parallel_state.launched_local_rank()
     device = Device.select(generation.device, local_rank)
     return Settings(generation, sampling, tokenizer_flags, device, script)
+
+
+def replicas_of(settings: GenerateConfig) -> int:
+    """Return how many replicas of the other layers the ranks of the experts are. They generate the same texts."""
+    ranks = settings.tensor_model_parallel_size * settings.context_parallel_size  # of a stage
+    etp = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
+    experts = settings.expert_model_parallel_size * etp
+    return experts // ranks if experts > ranks and experts % ranks == 0 else 1
 
 
 # ---------------------------------------------------------------- the model
@@ -216,7 +234,13 @@ def load_model(
     parallel_values = {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in LAYOUT_FIELDS}
     parallel = build(ParallelConfig, parallel_values)
     problems = [
-        *layout_problems(saved.transformer, tp_size, pp_size),
+        *layout_problems(
+            saved.transformer,
+            tp_size,
+            pp_size,
+            settings.expert_model_parallel_size,
+            settings.expert_tensor_parallel_size,
+        ),
         *t5_problems(checkpoint.state, saved, settings.max_new_tokens, settings.context_parallel_size),
         *context_parallel_problems(parallel, saved.transformer, {}),
     ]
@@ -228,6 +252,8 @@ def load_model(
         tp_size,
         pp_size,
         context_parallel_size=settings.context_parallel_size,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
         hierarchical_context_parallel_sizes=settings.hierarchical_context_parallel_sizes,
         ranks_per_kv_head=saved.transformer.ranks_per_kv_head(tp_size),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,

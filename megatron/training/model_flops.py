@@ -7,6 +7,8 @@ Model FLOPs are those of the mathematics, whatever the implementation: no recomp
         N              elements of all weight matrices: per layer queries h x a, keys and values h x 2k, output a x h,
                        MLP 2 h f (3 h f if gated), and once the output layer h x V. Embeddings, biases and norms do not
                        count
+        experts        a layer with E experts has of K experts of width f' and of shared ones of width f'' their matrices,
+                       3 h (K f' + f'') if gated, and the router's, h E: those that a token visits
         6 L s a        attention scores, and their product with the values, in L layers of width a = heads x head width
                        and sequences of s tokens. Full attention is 12 L s a; a causal query sees half the keys:
                        (s + 1) / 2, counted as s / 2
@@ -40,6 +42,8 @@ class ModelShape:
     gated: bool = False
     windows: tuple[int, ...] = ()  # w of the layers that have a window shorter than s
     is_bert: bool = False
+    expert_layers: int = 0  # of the L layers, those with experts
+    expert_parameters: int = 0  # elements of the weight matrices of such a layer's MLP that a token visits
 
     @classmethod
     def of(cls, transformer: Any, vocab_size: int, seq_length: int) -> "ModelShape":
@@ -60,6 +64,8 @@ class ModelShape:
             seq_length,
             transformer.is_gated,
             tuple(windows),
+            expert_layers=sum(transformer.is_moe_layer(layer) for layer in range(transformer.num_layers)),
+            expert_parameters=transformer.active_expert_parameters,
         )
 
     @property
@@ -70,7 +76,8 @@ class ModelShape:
         head = self.hidden_size * self.vocab_size
         if self.is_bert:
             head += self.hidden_size * self.hidden_size  # the dense layer before the output layer
-        return self.num_layers * (attention + mlp) + head
+        mlps = (self.num_layers - self.expert_layers) * mlp + self.expert_layers * self.expert_parameters
+        return self.num_layers * attention + mlps + head
 
     def count_flops(self, *, full_attention: bool = False) -> int:
         """Return the FLOPs of forward and backward for one sample. full_attention: count the keys after a query too."""

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.sharded_module_buffers import (
 )
 from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, FROZEN
 from megatron.core.models.common.language_model import LanguageModelStage
+from megatron.core.models.common.model_rules import no_experts
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.attention.kernels import attention_function
@@ -27,6 +28,7 @@ from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
+from megatron.core.transformer.moe.moe_config import expert_parallel_problems
 
 _PARAMETERS = "model/"  # the prefix of parameter names in a checkpoint
 
@@ -145,9 +147,15 @@ def _read_buffers(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: 
     checkpoint.read_into(sharded_buffers({stage: model}, mesh, buffers, shapes), mesh["world"], device=device)
 
 
-def layout_problems(config: ModelConfig, tensor: int, pipeline: int) -> list[str]:
-    """Return why the model does not fit these tensor and pipeline parallel sizes."""
+def layout_problems(
+    config: ModelConfig, tensor: int, pipeline: int, expert: int = 1, expert_tensor: int | None = None
+) -> list[str]:
+    """Return why the model does not fit these sizes. expert_tensor: default: `tensor`."""
     problems = tensor_parallel_problems(config, tensor)
+    if config.has_experts:
+        problems += expert_parallel_problems(config, expert, expert_tensor or tensor)
+    elif expert > 1:
+        problems.append(no_experts(expert))
     if pipeline > config.all_layers:
         problems.append(
             f"--pipeline-model-parallel-size is {pipeline}, but the model has {config.all_layers} layers; each stage needs one"

@@ -35,7 +35,7 @@ from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import mlp_of_layer
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute_in_backward import discard_and_recompute, recompute_in_backward
 from megatron.core.transformer.spec_utils import ContextSpec, build_module, build_part, is_custom_part
@@ -68,9 +68,7 @@ class TransformerLayerSubmodules:
 # Our parts. They are the same objects in all layers, so that two specs of ours are equal.
 _NORM = ContextSpec(lambda config, layer, context: make_norm(config, context))
 _SELF_ATTENTION = ContextSpec(ParallelAttention)
-_MLP = ContextSpec(
-    lambda config, layer, context: (MoELayer if config.is_moe_layer(layer) else ParallelMLP)(config, layer, context)
-)
+_MLP = ContextSpec(mlp_of_layer)
 # numbered behind all layers, so that its dropout masks differ from those of the layer's self-attention
 CROSS_ATTENTION = ContextSpec(
     lambda config, layer, context: ParallelCrossAttention(config, config.all_layers + layer, context)

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import tensor_parallel_problems
+from megatron.core.transformer.moe.moe_config import expert_parallel_problems
 from megatron.training.arguments.checkpoint_to_load import latest_iteration_in
 from megatron.training.arguments.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.arguments.monitor_config import watch_problems
@@ -371,15 +372,7 @@ def _expert_problems(config: Config, _: int) -> Iterator[str]:
     model = config.transformer
     tp = parallel.tensor_model_parallel_size
     if model.has_experts:
-        if model.num_experts % size:
-            yield (
-                f"--num-experts ({model.num_experts}) must be a multiple of --expert-model-parallel-size ({size}); change one"
-            )
-        if model.expert_ffn_size % sharded:
-            yield (
-                f"the hidden size of an expert ({model.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
-                f"--expert-tensor-parallel-size ({sharded}); change one"
-            )
+        yield from expert_parallel_problems(model, size, sharded)
         shared = model.moe_shared_expert_intermediate_size or 0
         if shared % tp:
             yield (

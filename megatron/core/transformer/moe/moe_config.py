@@ -257,6 +257,17 @@ class MoEConfig(AttentionConfig):
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def active_expert_parameters(self) -> int:
+        """The elements of the weight matrices of one layer's router, experts and shared experts that a token visits."""
+        if not self.has_experts:
+            return 0
+        h = self.hidden_size
+        shared = self.moe_shared_expert_intermediate_size or 0
+        width = self.moe_router_topk * self.expert_ffn_size + shared
+        gate = h if self.moe_shared_expert_gate else 0
+        return (3 if self.is_gated else 2) * h * width + h * self.num_experts + gate
+
+    @property
     def capacity_factor(self) -> float | None:
         """The capacity of an expert, as a multiple of an equal share; None: no token is dropped."""
         factor = self.moe_expert_capacity_factor
@@ -275,6 +286,21 @@ class MoEConfig(AttentionConfig):
             return ()
         names = [BALANCING_LOSSES[kind] for kind in self.balancing_losses]
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
+
+
+def expert_parallel_problems(config: MoEConfig, expert: int, expert_tensor: int) -> list[str]:
+    """Return the reasons why these expert- and expert-tensor-parallel sizes do not divide the experts."""
+    problems = []
+    if config.num_experts % expert:
+        problems.append(
+            f"--num-experts ({config.num_experts}) must be a multiple of --expert-model-parallel-size ({expert}); change one"
+        )
+    if config.expert_ffn_size % expert_tensor:
+        problems.append(
+            f"the hidden size of an expert ({config.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
+            f"--expert-tensor-parallel-size ({expert_tensor}); change one"
+        )
+    return problems
 
 
 def _spaced(values: list) -> str:

@@ -16,6 +16,7 @@ from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
@@ -92,3 +93,9 @@ class MoELayer(nn.Module):
         flops = weight_flops(x, self.router.weight) + flops_of(self.experts, rows)
         recompute = self.settings.recomputes("shared_experts")
         return flops + flops_of(self.shared_experts, x, recompute=recompute)
+
+
+def mlp_of_layer(config: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
+    """Return the MLP of a layer: a mixture of experts where --moe-layer-freq says so, else a dense one."""
+    kind = MoELayer if config.is_moe_layer(layer) else ParallelMLP
+    return kind(config, layer, context)

@@ -1,0 +1,257 @@
+"""Runs of pretrain_gpt.py with experts: resumed, resharded, measured, and what their ranks send."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from expert_models import BATCH, GPT2, LLAMA, SUBJECT, zero
+from local_ranks import run_ranks
+from measured_memory import SMALL
+from script_run import trainer_of
+from tiny_run import SEQ, TINY_LLAMA, Layout, TinyTrainer
+from torch import Tensor
+from whole_run import TINY
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
+from megatron.core.distributed.sync_and_gather_params import full_state_dict
+from megatron.core.inference import load_gpt, read_saved_settings
+from megatron.core.inference.generate import generate_batch
+from megatron.core.inference.load_model import single_rank_mesh
+from megatron.core.inference.sampling import greedy
+from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.ops.flops import stage_flops
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
+from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.memory.peak_along_schedule import KINDS
+from megatron.training.model_flops import ModelShape
+from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
+from tools.estimating.measure import measure
+
+FLAGS = (
+    " --fp64 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --global-batch-size 4 --num-experts 8 --moe-ffn-hidden-size 8 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-4 --swiglu "
+    "--ffn-hidden-size 8 --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 4 --override-opt_param-scheduler "
+    "--lr-decay-iters 18 "
+)
+EP2 = " --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --zero-stage 3 --overlap-param-gather --overlap-grad-reduce"
+
+
+def run_script(sizes: dict[str, int], flags: str) -> list[dict[str, Tensor]]:
+    """Each rank's parameters and buffers at the end of a run."""
+
+    def rank(mesh: Mesh) -> dict[str, Tensor]:
+        with trainer_of(pretrain_gpt, mesh, " ".join(TINY) + FLAGS + flags, predicts=False) as trainer:
+            trainer._train()
+            return {n: p.clone() for chunk in trainer.model for n, p in full_state_dict(chunk.module).items()}
+
+    return run_ranks(sizes, rank)
+
+
+def texts_of(folder: Path, sizes: dict[str, int]) -> list[list[int]]:
+    checkpoint = open_checkpoint(folder)
+    saved = read_saved_settings(checkpoint.state, "saved")
+
+    def rank(mesh: Mesh) -> list[list[int]]:
+        options = {"vocab_size": saved.vocab_size, "positions": saved.positions, "mesh": mesh}
+        model = load_gpt(checkpoint, saved.transformer, **options)
+        steps = generate_batch(
+            model, [[1, 2, 3], [4, 5]], max_new_tokens=4, stop_id=None, choose=[greedy, greedy], mesh=mesh, max_length=8
+        )
+        return [list(step) for step in steps]
+
+    texts = run_ranks(sizes, rank)
+    assert all(text == texts[0] for text in texts)
+    return texts[0]
+
+
+@pytest.mark.full
+def test_a_run_resumes_to_the_bit_loads_with_other_expert_ranks_and_generates(tmp_path):
+    sizes = {"tp": 2, "dp": 2, "ep": 2}
+    checks = "--log-params-norm --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1 --check-state-hash-interval 1"
+    whole = run_script(sizes, f"{EP2} {checks} --train-iters 3 --save {tmp_path / 'whole'}")
+    run_script(sizes, f"{EP2} --train-iters 2 --save {tmp_path / 'half'}")
+    again = run_script(sizes, f"{EP2} --train-iters 3 --load {tmp_path / 'half'} --save {tmp_path / 'again'}")
+    for before, after in zip(whole, again, strict=True):
+        assert before.keys() == after.keys() and any(name.endswith("expert_bias") for name in before)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(value.any() for name, value in whole[0].items() if name.endswith("expert_bias"))
+
+    # EP 1, and EP 2 x ETP 2 of one tensor-parallel rank, train on as it does
+    expected = load_whole_tensors(tmp_path / "whole")
+    layer = "model/language_model.decoder.layers.0.mlp."
+    assert expected[f"{layer}experts.linear_fc1.weight"].shape == (8, 2, 8, 8)
+    assert expected[f"{layer}experts.linear_fc2.weight"].shape == (8, 8, 8)
+    assert expected[f"{layer}shared_experts.linear_fc1.weight"].shape == (8, 8)
+    for ep, etp in ((1, 1), (2, 2)):
+        ranks = {"dp": ep * etp, "ep": ep, "etp": etp}
+        flags = f" --expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp} --train-iters 3"
+        run_script(ranks, f"{flags} --load {tmp_path / 'half'} --save {tmp_path / str(ep)}")
+        got = load_whole_tensors(tmp_path / str(ep))
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            worst = (got[name].double() - value.double()).abs().max()
+            assert worst <= 1e-9 * value.double().abs().max(), f"{name} differs by {worst} with {ep} x {etp}"
+
+    # one process generates what expert-parallel ranks do
+    alone = texts_of(tmp_path / "whole", {})
+    assert len(alone) == 4
+    assert texts_of(tmp_path / "whole", {"dp": 4, "ep": 4}) == alone
+    assert texts_of(tmp_path / "whole", {"tp": 2, "ep": 2, "etp": 1}) == alone
+
+
+# ---------------------------------------------------------------- what ranks send
+
+FORCED = {"moe_router_force_load_balancing": True}
+
+
+def calls_of(config: ModelConfig, layout: Layout) -> list[list[tuple[str, str, int]]]:
+    def work(mesh: Mesh) -> list[tuple[str, str, int]]:
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+        with mesh.ledger.record() as calls:
+            tiny.step(0)
+        return [(call.op, call.axis, call.bytes) for call in calls]
+
+    return run_ranks(layout.sizes, work, ranks_per_kv_head=config.ranks_per_kv_head(layout.tp))
+
+
+SENT = [
+    Layout(tp=2, dp=2, ep=2, m=1, data_parallel=zero(1)),
+    Layout(tp=2, sp=True, dp=2, ep=4, etp=1, m=1, data_parallel=zero(1)),
+    pytest.param(Layout(dp=4, ep=4, m=1, data_parallel=zero(1)), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("layout", SENT, ids=str)
+def test_rows_travel_as_the_closed_form_says(layout: Layout):
+    """Of T tokens on a rank, with forced balance, R = K T rows: each goes to the ranks that have a part of its expert, and its results
+    come back; the backward sends the gradients the same way. Numbers of rows travel once. With all-gather every rank receives all
+    tokens, weights and choices, and the sums are scattered."""
+    layers, h, e, k = GPT2.num_layers, GPT2.hidden_size, 8, 2
+    ep, etp = layout.ep, layout.etp or layout.tp
+    tokens = SEQ // layout.tp * (BATCH // layout.dp)  # of a rank
+    rows = k * tokens
+    for calls in calls_of(replace(GPT2, **FORCED, moe_token_dispatcher_type="alltoall"), layout):
+        sent = [(op, size) for op, axis, size in calls if axis == "ep_etp" or (axis == "ep" and etp == 1)]
+        counts = Counter(sent)
+        there = (rows * etp - rows // ep) * h * e  # rows that leave the rank
+        assert counts == {("all_to_all", 8 * 8 * etp): layers, ("all_to_all_v", there): 4 * layers}
+    for calls in calls_of(replace(GPT2, **FORCED, moe_token_dispatcher_type="allgather"), layout):
+        sent = Counter((op, size) for op, axis, size in calls if axis == "ep_etp" or (axis == "ep" and etp == 1))
+        x, weights, everyone = tokens * h * e, rows * e, ep * etp
+        assert sent[("all_gather", x)] == 2 * layers  # tokens, and gradients of the sums
+        assert sent[("reduce_scatter", everyone * x)] == 2 * layers
+        assert sent[("all_gather", weights)] == 2 * layers  # weights, and choices of 8 bytes
+        assert sent[("reduce_scatter", everyone * weights)] == layers
+
+
+def test_dispatch_begins_before_the_shared_experts_and_is_waited_for_after_them():
+    config = replace(
+        LLAMA,
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=8,
+        moe_shared_expert_overlap=True,
+        num_layers=1,
+    )
+    layout = Layout(tp=2, dp=2, ep=2, m=1, data_parallel=zero(1))
+
+    def work(mesh: Mesh) -> list[str]:
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+        events = []
+
+        def listen(call, tensor, *, is_result: bool) -> None:
+            if call.op == "all_to_all_v" or (call.op == "all_reduce" and call.axis == "tp"):
+                events.append(("end " if is_result else "begin ") + call.op)
+
+        mesh.ledger.listener = listen
+        tiny.step(0)
+        return events
+
+    dispatch = ["begin all_to_all_v", "begin all_reduce", "end all_reduce", "end all_to_all_v"]
+    for events in run_ranks(layout.sizes, work):
+        found = [i for i in range(len(events)) if events[i : i + 4] == dispatch]
+        assert len(found) == 2, events  # in the forward, and the gradients of the rows in the backward
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_rank_without_rows_trains_with_the_others(stage: int):
+    """All tokens choose two experts of the first rank; the second rank's experts have gradients of zero."""
+    config = replace(
+        GPT2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_token_dispatcher_type="alltoall",
+    )
+    layout = Layout(dp=2, ep=2, m=2, data_parallel=zero(stage))
+
+    def work(mesh: Mesh) -> float:
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+        for name, value in tiny.model[0].module.named_buffers():
+            if name.endswith("expert_bias"):
+                value[:2] = 1e6
+        norm = tiny.step(0).grad_norm
+        (experts,) = (buffer for buffer in tiny.buffers if buffer.plan.key[0] == EXPERT_DATA_PARALLEL)
+        assert all(bool(tensor.any()) == mesh["ep"].is_first for tensor in experts.sums.tensors)
+        return norm
+
+    norms = run_ranks(layout.sizes, work)
+    assert norms[0] == norms[1] > 0
+
+
+# ---------------------------------------------------------------- memory, work and loads
+
+MEMORY = [
+    "--world-size 2 --rank 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    pytest.param("--world-size 2 --rank 0 --expert-model-parallel-size 2", marks=pytest.mark.sweep),
+    pytest.param(
+        "--world-size 1 --rank 0 --recompute-granularity selective --recompute-modules moe_act", marks=pytest.mark.sweep
+    ),
+    pytest.param(
+        "--world-size 4 --rank 3 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --zero-stage 2 --moe-token-dispatcher-type alltoall",
+        marks=pytest.mark.sweep,
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", MEMORY)
+def test_memory_is_predicted_where_experts_have_equal_numbers_of_rows(flags: str):
+    """From shapes alone, where nobody can read how many rows come; measured with values."""
+    experts = (
+        "--num-experts 8 --moe-ffn-hidden-size 96 --swiglu --moe-router-force-load-balancing --moe-aux-loss-coeff 0.01"
+    )
+    got = measure(f"{SMALL} {flags} {experts}".split())
+    predicted = got.predicted.bytes
+    for kind, size in got.bytes.items():
+        assert predicted[kind] == pytest.approx(size, rel=0.0 if kind in KINDS[:3] else 0.05, abs=1024), kind
+    assert sum(predicted.values()) >= 0.99 * got.total  # the peaks of the kinds need not meet
+
+
+@pytest.mark.parametrize(
+    "experts", [{}, {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True, "moe_layer_freq": "2"}]
+)
+def test_a_token_counts_the_experts_that_it_visits(experts: dict):
+    config = replace(TINY_LLAMA, num_experts=8, moe_ffn_hidden_size=12, **experts)
+    parts = {"vocab_size": 61, "positions": SEQ, "layers": range(config.num_layers)}
+    model = GPTModel(config, context=LayerContext.from_mesh(single_rank_mesh(), torch.float64, device="meta"), **parts)
+    shape = ModelShape.of(config, 61, SEQ)
+    assert stage_flops(model, SEQ).model == shape.flops_per_sample
+    active = 16 * 8 + 3 * 16 * 12 * 2 + (3 * 16 * 8 + 16 if experts else 0)
+    assert shape.expert_parameters == active and shape.expert_layers == (2 if experts else 4)
+
+
+def test_loads_are_told_and_experts_without_a_token_for_long_named_once():
+    busy = ExpertLoad(0, [6, 2, 0, 0], [0, 0, STEPS - 1, 3])
+    assert load_curves([busy]) == {"moe/max_load_layer_0": 3.0, "moe/min_load_layer_0": 0.0}
+    idle = IdleExperts()
+    assert idle.notes([busy]) == []
+    later = busy._replace(idle=[0, 0, STEPS, 4])
+    (note,) = idle.notes([later])
+    assert "layer 0" in note and "expert 2 of 4" in note and str(STEPS) in note
+    assert idle.notes([later]) == []
+    assert idle.notes([busy]) == [] and len(idle.notes([later])) == 1
