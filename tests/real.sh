@@ -46,4 +46,4 @@ for version in 5.23.0 4.57.6; do
     TRANSFORMERS_VERBOSITY=error HF_HUB_OFFLINE=1 \
         "$root/venv-$version/bin/python" tests/real/published_tokenizers.py answers "$root"
 done
-REAL_ARTEFACTS=$root "$python" -m pytest tests/real -q -s -rs
+REAL_ARTEFACTS=$root "$python" -m pytest tests/real -s -rs

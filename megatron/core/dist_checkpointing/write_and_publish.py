@@ -12,8 +12,9 @@ No torch.
     rank 0      rename to iter_N/, point latest_checkpointed_iteration.txt to it, remove what it replaces: an earlier save
                 of iteration N, which had made room by a rename. Other iterations are not touched
 
-No file in iter_N.partial/ is written atomically, and none has to be: nobody reads that folder, and the two renames at the
-end publish it. Each file is on the disk before the step that relies on it.
+No file in iter_N.partial/ is written atomically, and none has to be: no load reads that folder, rank 0 reads each rank_R.json
+only after the step that wrote it, and the two renames at the end publish the folder. Each file is on the disk before the step
+that relies on it.
 
 An object store cannot rename. There pieces and manifest have other places and the same order: `object_store_commit.py`.
 
@@ -122,16 +123,16 @@ def save_step(root: Path, ranks: SaveGroup) -> Iterator[None]:
         try:
             yield
         except CheckpointError as error:
-            advice = f"{error.advice}; {_previous_checkpoint(root)}"
+            advice = f"{error.advice}; {_latest_checkpoint(root)}"
             raise CheckpointError(error.file, error.wrong, advice) from error.__cause__
 
 
-def _previous_checkpoint(root: Path) -> str:
+def _latest_checkpoint(root: Path) -> str:
     try:
         iteration = checkpoint_folder.find(root).iteration
     except (CheckpointError, OSError):
         return f"there is no checkpoint in {root} yet"
-    return f"the checkpoint before is intact (iteration {iteration})"
+    return f"the latest checkpoint is intact (iteration {iteration})"
 
 
 @contextlib.contextmanager

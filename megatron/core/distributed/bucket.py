@@ -12,8 +12,9 @@ Its gradients in one step (stages 0 and 1), or in one microbatch (stages 2 and 3
 
 Sums, not means: the step divides by its tokens later. Copies of a shard (replicas) are there only with hybrid sharding,
 --num-distributed-optimizer-instances: `axes.shard` has the ranks that together hold one set of shards, `axes.replica` those
-that hold equal ones, `axes.reduce` all of both. --outer-dp-sharding-strategy optim calls the latter `axes.outer`, and each
-updates a part of the shard. Else `axes.shard` has all data-parallel ranks. In stage 0 it has one rank: the shard is all.
+that hold equal ones, `axes.reduce` all of both. With --outer-dp-sharding-strategy optim the ranks that hold equal shards are
+`axes.outer` instead, since each updates a part of the shard, and `axes.replica` has one rank. Without hybrid sharding
+`axes.shard` has all data-parallel ranks. In stage 0 it has one rank: the shard is all.
 
 `grad_shard` by stage:
 
@@ -255,7 +256,7 @@ class Bucket(ParamBucket):
         self.complete()
         gradients = self.gradients  # [bucket]
         if self._reduces_in_bf16:
-            gradients = gradients.bfloat16()  # a copy; only the copy is summed
+            gradients = gradients.bfloat16()  # a copy, unless they are bfloat16; what is sent is summed
         # Copies of shards are not part of these reduce-scatters: `finish_reduce` or `sum_over_replicas` sums over them.
         if not self.buffer.zero.shards_state:
             # stage 0: in place
@@ -301,7 +302,8 @@ class Bucket(ParamBucket):
     def sum_over_replicas(self) -> None:
         """Sum the shard over its copies at the end of a step (stages 2 and 3).
 
-        It is a reduce-scatter where the outer axis shards it again, else an all-reduce; without copies, both do nothing.
+        It is a reduce-scatter where the outer axis shards it again, else an all-reduce. Without copies (no hybrid sharding)
+        the axis of either has one rank, and nothing is sent.
         Once a step and not once a microbatch: sums over copies can wait until all microbatches are added. Every rank must
         call it for every bucket, also for one that got no gradient. It is not in flight beside anything.
         """
@@ -323,7 +325,8 @@ class Bucket(ParamBucket):
     def _clear(self) -> None:
         """Set gradients to zero, except where a product will overwrite them: these parameters are unset from here on.
 
-        Such a parameter is one whose first gradient came from a product in an earlier step.
+        Such a parameter is one whose first gradient came from a product after an earlier call: in an earlier step, or, in
+        stages 2 and 3, which clear gradients each time they are allocated, in an earlier microbatch.
         """
         gradients = self.gradients
         first = 0  # everything before it is done

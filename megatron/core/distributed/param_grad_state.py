@@ -53,7 +53,8 @@ class ParamGradSink(ParamInBucket, GradSink):
     Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the ZeRO stage (`zero_reduce_and_gather.py`).
 
     A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A sink
-    whose first gradient came from a product in an earlier step therefore begins the next step unset:
+    whose first gradient came from a product in an earlier step therefore begins the next step unset. In stages 2 and 3,
+    which clear gradients each time they are allocated, the same holds from one microbatch to the next:
 
         begin()                          is_unset: main_grad holds neither zeros nor a sum of this step
         prepare(overwrites=True)         the product overwrites: beta = 0
@@ -67,7 +68,7 @@ class ParamGradSink(ParamInBucket, GradSink):
         self.expected = 0  # the most gradients in an earlier step
         self.is_opened = False  # this step has a gradient
         self.is_unset = False  # main_grad holds neither zeros nor a sum of this step
-        self.is_overwritten = False  # in an earlier step a product came first
+        self.is_overwritten = False  # after an earlier `begin` a product came first
         self._version = 0  # torch's version counter of main_grad when the step began
 
     # ---------------------------------------------------------------- called by layers

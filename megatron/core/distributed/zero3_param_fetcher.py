@@ -103,11 +103,14 @@ class ParamFetcher(ParamGather):
 
     frozen: the buckets of frozen parameters. ahead: the next unit's all-gather is in flight while one computes.
 
-    No gradient tells when a frozen bucket may be released in a backward. Two units may use one bucket (a shared
-    parameter). Its gradients are complete only after the last of these units' backwards, which is when `bucket_done`
-    releases it, as every bucket. It may be released earlier as well, between two of these backwards, but only when no unit
-    whose backward has begun still needs it. `_in_use` lists both kinds of buckets by use, a use being one forward of one
-    unit.
+    What releases a bucket in a backward:
+
+        of one unit                     `bucket_done`: its last gradient
+        of several (a shared parameter) `bucket_done` too, after the last of these units' backwards; and between two of them,
+                                        once no unit whose backward has begun needs it
+        frozen                          no gradient tells; once no unit whose backward has begun needs it
+
+    `_in_use` lists the buckets of the last two kinds by use; a use is one forward of one unit.
     """
 
     def __init__(
@@ -263,7 +266,8 @@ class ParamFetcher(ParamGather):
             # Gradients of a shared parameter are complete only with its last unit's. Released at the end of this unit's
             # backward already, when the gradient of its input is there, it takes no memory while other units compute.
             # Only for a module whose children have no parameters, with one input that autograd computed: of several
-            # inputs nobody knows whose gradient is the last. Elsewhere the bucket waits for `bucket_done`.
+            # inputs nobody knows whose gradient is the last. Elsewhere the bucket waits for `bucket_done`. An input that is the
+            # output of another unit releases it by that unit's hook, which was set earlier: then this one does nothing.
             sources[0].register_hook(lambda _: self._end_use(use, shared))
 
         # In a recomputation, the backward that follows needs them. In a forward, a shared bucket is released as well: the

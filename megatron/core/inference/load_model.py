@@ -27,8 +27,7 @@ from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.core.transformer.model_config import ModelConfig, tensor_parallel_problems
-from megatron.core.transformer.moe.moe_config import expert_parallel_problems
+from megatron.core.transformer.model_config import ModelConfig, expert_parallel_problems, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # the prefix of parameter names in a checkpoint
 

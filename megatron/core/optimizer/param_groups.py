@@ -24,12 +24,12 @@ GroupRule = Callable[[str, Placement], ParamGroup]
 
 
 def default_group(name: str, placement: Placement) -> ParamGroup:
-    """Return the group by Megatron's rule: vectors (biases, norm weights) do not decay.
+    """Return the group by Megatron's rule: vectors (biases, also those of stacked experts, norm weights) do not decay.
 
     Embedding and output layer follow --decoupled-lr.
     """
     return ParamGroup(
-        weight_decay_multiplier=1.0 if len(placement.shape) > 1 else 0.0,
+        weight_decay_multiplier=1.0 if len(placement.shape) > 1 and not name.endswith(".bias") else 0.0,
         decoupled=name.endswith(("word_embeddings.weight", "output_layer.weight")),
     )
 
@@ -63,4 +63,4 @@ def non_matrices_to(optimizer: str, group_of: GroupRule) -> GroupRule:
 
 
 _EMBEDDINGS = ("embeddings.weight", "relative_pos_emb.weight")
-_NOT_OF_LAYERS = (*_EMBEDDINGS, "output_layer.weight")
+_NOT_OF_LAYERS = (*_EMBEDDINGS, "output_layer.weight", ".bias")

@@ -43,6 +43,11 @@ class SequenceShard:
     sp: Axis = ALONE
 
     @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """The axes whose ranks have the other rows of the same samples."""
+        return self.sp, self.cp
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         return chunks_of(self.cp.rank, self.cp.size)
 

@@ -163,8 +163,8 @@ class Executor:
         for aux in collected:
             self.totals.aux.add(aux)
             objective = objective_of(aux)  # []
-            # On any stage; one more root behind those of the outputs, since two backwards would compute recomputed layers
-            # twice. None: no term has a gradient.
+            # The weighted sum of all terms that the layers added to one `AuxLosses`. On any stage it is one more root behind
+            # those of the outputs, since two backwards would compute recomputed layers twice. None: no term has a gradient.
             if objective is not None:
                 self.roots[key] += (objective * (self.aux_weight * self.loss_scale),)
 

@@ -102,10 +102,10 @@ class LinearFunction(torch.autograd.Function):
         # That needs a `main_grad`, since autograd takes the gradient now or never.
         defers_wgrad = needs_wgrad and has_main_grad and ctx.store is not None and ctx.store.is_collecting
 
-        # The producer of x reads, in its own backward, what x is recomputed from. If asked, it recomputes x in the same
-        # pass over memory, and runs the weight gradient with it: later in this same backward, once it has got dX. Only on
-        # one rank: on more, the weight gradient must run now, to hide the sum of dX. The answer is False if x was not
-        # recomputable, or if this backward does not reach the producer.
+        # The producer's own backward reads what x can be recomputed from, but does not make x for itself. On this request
+        # it also makes x, in the same pass over memory, and runs the weight gradient with it: later in this same backward,
+        # once the producer has got dX. Only on one rank: on more, the weight gradient must run now, to hide the sum of dX.
+        # The answer is False if x was not recomputable, or if this backward does not reach the producer.
         producer_runs_wgrad = False
         if needs_dgrad and needs_wgrad and has_main_grad and not defers_wgrad and ctx.axis.size == 1:
             producer_runs_wgrad = request_from_producer(
@@ -146,7 +146,8 @@ class LinearFunction(torch.autograd.Function):
         elif needs_wgrad and not producer_runs_wgrad:
             gathered_x = gathering.wait() if gathering else x  # [s, b, in]
             grad_weight = accumulate_wgrad(ctx.weight, grad, gathered_x, ctx.matmul, ctx.state)  # None: in `main_grad`
-            # What was gathered or recomputed is freed while the sum is waited for. A handle keeps its result alive.
+            # What was gathered or recomputed is freed while the sum is waited for; an x that was saved as it is stays, in
+            # `saved_for_x`. The handle goes too, since it keeps its result alive.
             gathered_x = x = gathering = None
 
         grad_x = summing.wait() if summing else None  # [s, b, in], or [s/t, b, in] under sequence parallelism

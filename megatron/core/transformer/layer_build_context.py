@@ -103,6 +103,11 @@ class LayerContext:
         """The part of each sample that this rank holds between layers."""
         return SequenceShard(self.cp.axis, self.tp.sequence_axis or ALONE)
 
+    @property
+    def divided_rows(self) -> SequenceShard:
+        """The same if tensor-parallel ranks divide the rows among them in any case, as before tokens go to experts."""
+        return SequenceShard(self.cp.axis, self.tp.axis)
+
     def check_length(self, length: int) -> None:
         """Raise ValueError if samples of `length` tokens are too long: a rank was given more than its own part."""
         self.cp.check(length)

@@ -48,15 +48,11 @@ def get_gpt_layer_local_spec(
 ) -> ModuleSpec:
     """Return the spec of our GPT layer. qk_layernorm: normalize query and key heads, as the config's field.
 
-    The config says which norm it is. Raises ValueError for what is not built.
+    The config says which norm it is, and which layers have experts (num_moe_experts, moe_layer_freq). Raises ValueError
+    for what is not built.
     """
-    del moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization  # in Megatron's signature
-    not_built = {
-        "num_experts": num_experts,
-        "multi_latent_attention": multi_latent_attention,
-        "fp8": fp8,
-        "qk_l2_norm": qk_l2_norm,
-    }
+    del num_experts, moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization  # in Megatron's signature
+    not_built = {"multi_latent_attention": multi_latent_attention, "fp8": fp8, "qk_l2_norm": qk_l2_norm}
     requested = [name for name, value in not_built.items() if value]
     if requested:
         raise ValueError(f"get_gpt_layer_local_spec: {', '.join(requested)} is not built yet; leave it out")

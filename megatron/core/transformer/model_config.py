@@ -212,6 +212,21 @@ def tensor_parallel_problems(config: ShapeConfig, tensor_parallel_size: int) -> 
     return problems
 
 
+def expert_parallel_problems(config: MoEConfig, expert: int, expert_tensor: int) -> list[str]:
+    """Return the reasons why these expert- and expert-tensor-parallel sizes do not divide the experts."""
+    problems = []
+    if config.num_experts % expert:
+        problems.append(
+            f"--num-experts ({config.num_experts}) must be a multiple of --expert-model-parallel-size ({expert}); change one"
+        )
+    if config.expert_ffn_size % expert_tensor:
+        problems.append(
+            f"the hidden size of an expert ({config.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
+            f"--expert-tensor-parallel-size ({expert_tensor}); change one"
+        )
+    return problems
+
+
 def canonical_layer_pattern(name: str, value: Any, layers: Any) -> Any:
     """Return the setting `name` in one spelling, so that two values can be compared.
 

@@ -13,8 +13,7 @@ from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
-from megatron.core.transformer.model_config import tensor_parallel_problems
-from megatron.core.transformer.moe.moe_config import expert_parallel_problems
+from megatron.core.transformer.model_config import expert_parallel_problems, tensor_parallel_problems
 from megatron.training.arguments.checkpoint_to_load import latest_iteration_in
 from megatron.training.arguments.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.arguments.monitor_config import watch_problems

@@ -92,14 +92,20 @@ def test_the_gradient_of_a_shared_key_head_is_summed_over_the_ranks_that_share_i
     assert sums["input_layernorm.weight"] == "tp"  # under sequence parallelism
 
 
-def test_the_examples_of_its_help_can_be_shown(capsys):
+def examples_of_its_help() -> list[str]:
     """Those that need one process; `torchrun` ones are in docs/walkthrough.md."""
     words = re.findall(r"python examples/walkthrough.py (.*?)(?:  |\n)", walkthrough.__doc__)
-    words += [line for line in re.findall(r"`(.*?)`", walkthrough.__doc__.replace("\n", " ")) if "--" in line]
-    assert len(words) == 6
-    for line in words:
-        assert walkthrough.main(shlex.split(line)) == 0, line
-        assert capsys.readouterr().out
+    return words + [line for line in re.findall(r"`(.*?)`", walkthrough.__doc__.replace("\n", " ")) if "--" in line]
+
+
+@pytest.mark.parametrize("line", examples_of_its_help())
+def test_an_example_of_its_help_can_be_shown(line: str, capsys):
+    assert walkthrough.main(shlex.split(line)) == 0
+    assert capsys.readouterr().out
+
+
+def test_its_help_has_six_examples():
+    assert len(examples_of_its_help()) == 6
 
 
 GROUPS = {

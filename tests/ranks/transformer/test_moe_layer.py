@@ -13,8 +13,8 @@ from megatron.core.ops.aux_losses import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.moe.moe_layer import ParallelMoE
+from megatron.core.transformer.moe.route_replay import RouteReplay
 from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 
 E, H, F, S, SAMPLES, COEFFICIENT = 4, 16, 32, 8, 4, 0.05
@@ -33,11 +33,11 @@ SIGMOID = {"moe_router_score_function": "sigmoid"}
 BIAS = [0.0, 0.3, -0.2, 0.1]
 
 
-def a_layer(config: ModelConfig) -> MoELayer:
+def a_layer(config: ModelConfig) -> ParallelMoE:
     context = LayerContext.from_mesh(single_rank_mesh(), torch.float64, SampleDropoutKeys(3))
     context.aux_losses.num_layers = 1
     context.aux_losses.declare(*config.aux_loss_names)
-    return MoELayer(config, 0, context)
+    return ParallelMoE(config, 0, context)
 
 
 def drawn() -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def test_losses_of_samples_do_not_depend_on_the_microbatch_size(kind: str):
 TINY = replace(TINY_LLAMA, num_experts=8, moe_ffn_hidden_size=12)
 
 
-def of_tokens(config: ModelConfig, training: bool = True) -> tuple[MoELayer, Tensor]:
+def of_tokens(config: ModelConfig, training: bool = True) -> tuple[ParallelMoE, Tensor]:
     layer = a_layer(config).train(training)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def of_tokens(config: ModelConfig, training: bool = True) -> tuple[MoELayer, Ten
     return layer, torch.randn(SEQ, 2, 16, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
-def run(layer: MoELayer, x: Tensor) -> list[Tensor]:
+def run(layer: ParallelMoE, x: Tensor) -> list[Tensor]:
     """The output and all gradients."""
     y = layer(x)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
@@ -163,7 +163,7 @@ def test_a_large_capacity_drops_nothing_and_a_small_one_returns_zeros_for_droppe
 
 def test_routes_that_are_replayed_give_equal_bits():
     layer, x = of_tokens(replace(TINY, moe_enable_routing_replay=True))
-    replay = RouterReplay([layer])
+    replay = RouteReplay([layer])
     with replay.recording():
         expected = run(layer, x)
     assert {sample for _, sample in replay.routes} == {0, 1}
@@ -176,7 +176,7 @@ def test_routes_that_are_replayed_give_equal_bits():
         with pytest.raises(ValueError, match="no choices of sample 7"):
             layer(x)
     with pytest.raises(ValueError, match="--moe-enable-routing-replay"):
-        RouterReplay([of_tokens(TINY)[0]])
+        RouteReplay([of_tokens(TINY)[0]])
 
 
 def test_a_recomputation_keeps_the_choices_and_counts_no_token_twice():

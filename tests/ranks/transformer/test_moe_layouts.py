@@ -1,11 +1,12 @@
 """Mixtures of experts in any layout train as one process: losses, norms, every gradient and weight, and the experts' biases."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 
 import pytest
 import torch
+from covering import Combined, covering
 from expert_models import BATCH, GPT2, LLAMA, ROUTERS, SUBJECT, zero
 from local_ranks import run_ranks
 from tiny_run import Layout, Outcome, TinyTrainer, assert_equal, pieces_of_chunks, put_together
@@ -96,6 +97,94 @@ CASES = [
     (layout, list(MODELS)[(i + (layout.schedule == "zb-v")) % 2], list(ROUTERS)[i % len(ROUTERS)])
     for i, layout in enumerate(LAYOUTS)
 ]
+
+
+PIPELINES = {
+    "alone": {},
+    "1f1b": {"pp": 2},
+    "vpp": {"pp": 2, "v": 2, "schedule": "interleaved"},
+    "zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "zb-v": {"pp": 2, "v": 2, "schedule": "zb-v"},
+}
+DIMENSIONS = {
+    "tp": (1, 2),
+    "sp": (False, True),
+    "pipeline": tuple(PIPELINES),
+    "cp": (1, 2),
+    "dp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "etp": (None, 1, 2),
+    "stage": (0, 1, 2, 3),
+    "groups": (1, 2),
+    "recompute": ("none", "uniform 1", "selective", "all parts", "experts"),
+    "delayed": (False, True),
+    "model": tuple(MODELS),
+    "router": tuple(ROUTERS),
+}
+
+
+@dataclass(frozen=True)
+class Case(Combined):
+    """One choice of each dimension, in the order of DIMENSIONS."""
+
+    tp: int
+    sp: bool
+    pipeline: str
+    cp: int
+    dp: int
+    ep: int
+    etp: int | None
+    stage: int
+    groups: int  # of ranks that have all shards
+    recompute: str
+    delayed: bool
+    model: str
+    router: str
+
+    @property
+    def layout(self) -> Layout:
+        config = zero(self.stage, num_distributed_optimizer_instances=self.groups)
+        same = {name: getattr(self, name) for name in ("tp", "sp", "cp", "dp", "ep", "etp", "delayed")}
+        recompute = "none" if self.recompute == "experts" else self.recompute
+        return Layout(**same, **PIPELINES[self.pipeline], m=2, recompute=recompute, data_parallel=config)
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(config_of(self.model, self.router), moe_layer_recompute=self.recompute == "experts")
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.dp * PIPELINES[self.pipeline].get("pp", 1)
+
+    @property
+    def can_be(self) -> bool:
+        of_experts = self.ep * (self.etp or self.tp) * self.groups
+        return (
+            self.ranks <= 16
+            and self.tp * self.cp * self.dp % of_experts == 0
+            and not (self.sp and self.tp == 1)
+            and not (self.groups > 1 and (self.stage == 0 or self.dp == 1))
+            and not (self.pipeline == "zb-v" and self.model == "gpt2")
+        )
+
+
+@cache
+def covering_cases() -> tuple[Case, ...]:
+    """Cases in which every two choices that can stand together do."""
+    plain = Case(1, False, "alone", 1, 1, 1, None, 1, 1, "none", False, "llama", "softmax")
+    seeds = [replace(plain, tp=tp, sp=tp > 1, dp=dp, cp=cp) for tp in (1, 2) for dp in (1, 2, 4) for cp in (1, 2)]
+    return covering(Case, DIMENSIONS, 2, seeds=[asdict(seed) for seed in seeds])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{i}") for i, case in enumerate(covering_cases())])
+def test_every_pair_of_choices_trains_as_one_process(case: Case):
+    """python -m pytest tests/ranks/transformer/test_moe_layouts.py -m sweep"""
+    got, biases, _ = outcome(case.config, case.layout)
+    expected, biases_of_one = one_process(case.model, case.router)
+    assert_equal(got, expected, 1e-10)
+    assert biases.keys() == biases_of_one.keys()
+    assert all(torch.equal(biases[name], value) for name, value in biases_of_one.items())
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path, before, i
         elif isinstance(raised, CheckpointError):
             left = open_checkpoint(root).iteration if saved_numbers(root) else None
             said = (
-                "there is no checkpoint in" if left is None else f"the checkpoint before is intact (iteration {left})"
+                "there is no checkpoint in" if left is None else f"the latest checkpoint is intact (iteration {left})"
             )
             assert said in str(raised) and "No space left on device" in str(raised), dies_at
         for number in before:

@@ -218,7 +218,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(before, iteration, 
                 break
             assert ended is not None or value(ROOT) == 1, calls.hit
             if isinstance(ended, CheckpointError):
-                assert "the checkpoint before is intact" in str(ended) or not before, calls.hit
+                assert "the latest checkpoint is intact" in str(ended) or not before, calls.hit
             for number in before:
                 assert value(ROOT, number) in ([0, 1] if number == iteration else [0]), calls.hit
             assert value(ROOT) in ([0, 1] if before else [None, 1]), calls.hit

@@ -83,7 +83,7 @@ class MoEConfig(AttentionConfig):
         False, "choose experts in turn instead of by their scores, to measure speed and memory"
     )
     moe_enable_routing_replay: bool = option(
-        False, "let a script record the choices of the routers and replay them: core/transformer/moe/router_replay.py"
+        False, "let a script record the choices of the routers and replay them: core/transformer/moe/route_replay.py"
     )
     moe_expert_capacity_factor: float | None = option(
         None,
@@ -286,21 +286,6 @@ class MoEConfig(AttentionConfig):
             return ()
         names = [BALANCING_LOSSES[kind] for kind in self.balancing_losses]
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
-
-
-def expert_parallel_problems(config: MoEConfig, expert: int, expert_tensor: int) -> list[str]:
-    """Return the reasons why these expert- and expert-tensor-parallel sizes do not divide the experts."""
-    problems = []
-    if config.num_experts % expert:
-        problems.append(
-            f"--num-experts ({config.num_experts}) must be a multiple of --expert-model-parallel-size ({expert}); change one"
-        )
-    if config.expert_ffn_size % expert_tensor:
-        problems.append(
-            f"the hidden size of an expert ({config.expert_ffn_size}, --moe-ffn-hidden-size) must be a multiple of "
-            f"--expert-tensor-parallel-size ({expert_tensor}); change one"
-        )
-    return problems
 
 
 def _spaced(values: list) -> str:

@@ -2,8 +2,8 @@
 
     y = sum over the K experts e of x of w_e E_e(x) + S(x)        S: shared experts, if there are any
 
-Every rank of a pipeline stage routes other tokens. Without sequence parallelism tensor-parallel ranks have equal tokens, so each takes
-its part of them first.
+Every rank of a pipeline stage routes other tokens. Without sequence parallelism tensor-parallel ranks have equal tokens, so
+each takes its part of them first.
 """
 
 from dataclasses import replace
@@ -12,37 +12,35 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
-from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.experts import GroupedMLP
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.experts import ParallelExperts
+from megatron.core.transformer.moe.router import ParallelRouter
+from megatron.core.transformer.moe.shared_experts import ParallelSharedExperts
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
 from megatron.core.transformer.recompute_in_backward import recompute_in_backward
 
 
-class MoELayer(nn.Module):
+class ParallelMoE(nn.Module):
     """forward(x [s, b, h] ([s/t, b, h] under sequence parallelism)) -> the same shape.
 
-    Every rank of the pipeline stage's experts (ep_etp), of tp and of cp must call, forward and backward.
+    Every rank of the pipeline stage's experts (ep_etp), and every rank that shares samples must call, forward and backward.
     """
 
     gives_hidden_states = True  # for --inspect
-    recompute_module = "moe"  # --recompute-modules
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         self.settings = config
         self.context = context
-        self.router = TopKRouter(config, layer, context)
-        self.experts = GroupedMLP(config, context)
+        self.router = ParallelRouter(config, layer, context)
+        self.experts = ParallelExperts(config, context)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
-            self.shared_experts = SharedExpertMLP(config, layer, context)
+            self.shared_experts = ParallelSharedExperts(config, layer, context)
 
     def forward(self, x: Tensor) -> Tensor:
         config = self.settings
@@ -79,7 +77,7 @@ class MoELayer(nn.Module):
         divides = tp.axis.size > 1 and not tp.sequence_parallel
         if divides and x.shape[0] % tp.axis.size and not torch.is_grad_enabled():
             divides = False  # generation, of one token: every rank routes it
-        return divides, SequenceShard(self.context.cp.axis, tp.axis if divides or tp.sequence_parallel else ALONE)
+        return divides, self.context.divided_rows if divides else self.context.rows
 
     def shared(self, x: Tensor) -> Tensor:
         """Return the result of the shared experts: x [s, b, h] ([s/t, b, h]) -> the same shape."""
@@ -88,7 +86,7 @@ class MoELayer(nn.Module):
         return self.shared_experts(x)
 
     def count_flops(self, x: LayerInput) -> Flops:
-        """Of each token the products with the router and with its K experts, whichever they are, and with the shared ones."""
+        """Of each token the products with the router, with its K experts, whichever they are, and with the shared ones."""
         rows = replace(x, tokens=x.tokens * self.settings.moe_router_topk)
         flops = weight_flops(x, self.router.weight) + flops_of(self.experts, rows)
         recompute = self.settings.recomputes("shared_experts")
@@ -97,5 +95,5 @@ class MoELayer(nn.Module):
 
 def mlp_of_layer(config: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
     """Return the MLP of a layer: a mixture of experts where --moe-layer-freq says so, else a dense one."""
-    kind = MoELayer if config.is_moe_layer(layer) else ParallelMLP
+    kind = ParallelMoE if config.is_moe_layer(layer) else ParallelMLP
     return kind(config, layer, context)

@@ -2,8 +2,8 @@
 
     x [s, b, h] -> jitter -> logits [s, b, E] -> z-loss -> choice [s, b, K] -> weights -> capacity -> balancing losses, counts
 
-All ranks of a sample hold other tokens of it. What decides is exactly equal on them: integers, or gathered values; so a choice does
-not depend on the layout.
+The ranks of a sample hold other tokens of it. What decides is exactly equal on them, integers or gathered values, so a choice
+does not depend on the layout.
 """
 
 from typing import Any, NamedTuple
@@ -35,8 +35,9 @@ class Routing(NamedTuple):
     kept: Tensor | None  # bool [s, b, K]; None: no choice is dropped
 
 
-class TopKRouter(ChangesAtStepEnd):
-    """forward(x [s, b, h], rows) -> `Routing`. rows: of each sample, those that x has. Every rank of tp and cp must call.
+class ParallelRouter(ChangesAtStepEnd):
+    """forward(x [s, b, h], rows) -> `Routing`. rows: of each sample, those that x has. Every rank that has rows of the same
+    samples must call.
 
     weight [E, h] is whole on every rank. Buffers: expert_bias [E], added to scores in the choice, with
     --moe-router-enable-expert-bias; tokens_per_expert int64 [E], of the running step of training.
@@ -67,12 +68,12 @@ class TopKRouter(ChangesAtStepEnd):
         self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp)}
         self.tokens_of_last_step: Tensor | None = None  # int64 [E], over all ranks
         self.idle_steps = torch.zeros(experts, dtype=torch.int64, device=tp.device)  # [E], since an expert had a token
-        self.replay: Any = None  # a `RouterReplay`
+        self.replay: Any = None  # a `RouteReplay`
         self.forget_counts()
 
         # ranks of tp have other tokens in training
-        shards = SequenceShard(context.cp.axis, tp.axis)
-        self.jitter = KeyedJitter(config.moe_input_jitter_eps or 0.0, context.keys, "router jitter", layer, shards)
+        width = config.moe_input_jitter_eps or 0.0
+        self.jitter = KeyedJitter(width, context.keys, "router jitter", layer, context.divided_rows)
 
     def forget_counts(self) -> None:
         """Begin the means of `mean_counts_so_far` anew."""
@@ -164,7 +165,7 @@ class TopKRouter(ChangesAtStepEnd):
     def counts_by_scores(self, logits: Tensor, rows: SequenceShard) -> Tensor:
         """Return how many tokens of each whole sample have each expert among their K best: int64 [b, E]."""
         counts = moe_utils.count_tokens(moe_utils.top_k(logits, self.topk), self.num_experts)
-        for axis in (rows.sp, rows.cp):
+        for axis in rows.axes:
             counts = collectives.all_reduce(counts, axis)
         return counts
 
@@ -194,7 +195,7 @@ class TopKRouter(ChangesAtStepEnd):
         config = self.settings
         positions = positions_of(rows, ids.shape[0], ids.device)  # [s]
         gathered = [ids, weights, positions]
-        for axis in (rows.sp, rows.cp):
+        for axis in rows.axes:
             gathered = [collectives.all_gather(x, axis) for x in gathered]
         order = gathered[2].argsort()  # of the whole sample
         tokens = rows.global_length(ids.shape[0])
@@ -209,7 +210,9 @@ class TopKRouter(ChangesAtStepEnd):
 
         The gradient of x is that of the result.
         """
-        return autograd_collectives.reduce(autograd_collectives.reduce(x, rows.sp), rows.cp)
+        for axis in rows.axes:
+            x = autograd_collectives.reduce(x, axis)
+        return x
 
     def end_of_step(self) -> None:
         self.tokens_of_last_step = self.tokens_per_expert.clone()

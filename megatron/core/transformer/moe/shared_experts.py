@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 
 
-class SharedExpertMLP(ParallelMLP):
+class ParallelSharedExperts(ParallelMLP):
     """MLP(x), with --moe-shared-expert-gate times sigmoid(w x). w: gate_weight [1, h].
 
     All shared experts are one MLP, whose hidden size is their total. forward: as `ParallelMLP`.

@@ -4,8 +4,8 @@
                 rows by expert -> all-to-all -> (rank, expert) rows -> experts -> all-to-all -> rows by expert -> sums
     allgather   every rank receives all tokens, takes those of its experts, and the sums of results are scattered
 
-Both send over "ep_etp": a rank of etp has a part of the hidden features of an expert, so a row goes to all ranks of its expert, and
-their results are added. Weights stay where the token is. Every rank of ep_etp must call, forward and backward, also one
+Both send over "ep_etp": a rank of etp has a part of the hidden features of an expert, so a row goes to all ranks of its expert,
+and their results are added. Weights stay where the token is. Every rank of ep_etp must call, forward and backward, also one
 without rows.
 """
 
@@ -28,7 +28,7 @@ class ExpertRows(NamedTuple):
     counts: tuple[int, ...]
 
 
-class MoETokenDispatcher:
+class TokenDispatcher:
     """Takes tokens to their experts and back. One object serves one forward.
 
     start(tokens [T, h], ids [T, K], weights [T, K], kept bool [T, K] or None: all) begins to send. wait() -> the rows of this
@@ -50,8 +50,8 @@ class MoETokenDispatcher:
         raise NotImplementedError
 
 
-class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
-    """Send each row to the ranks of its expert. For the methods see `MoETokenDispatcher`."""
+class AllToAllDispatcher(TokenDispatcher):
+    """Send each row to the ranks of its expert. For the methods see `TokenDispatcher`."""
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
         everyone = self.ranks.ep_etp
@@ -101,8 +101,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return RowsToTokens.apply(rows, self.weights, self.order, self.place)
 
 
-class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
-    """Give every rank all tokens, and sum the results where the tokens are. For the methods see `MoETokenDispatcher`."""
+class AllGatherDispatcher(TokenDispatcher):
+    """Give every rank all tokens, and sum the results where the tokens are. For the methods see `TokenDispatcher`."""
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
         everyone = self.ranks.ep_etp
@@ -126,7 +126,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         return autograd_collectives.reduce_scatter_sequence(terms, self.ranks.ep_etp)
 
 
-DISPATCHERS = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
+DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 
 
 class TokensToRows(torch.autograd.Function):

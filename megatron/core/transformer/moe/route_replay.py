@@ -1,13 +1,13 @@
 """Recording the choices of the routers, and replaying them: another forward then sends each token to the same experts.
 
-    replay = RouterReplay(chunks)          needs --moe-enable-routing-replay
+    replay = RouteReplay(chunks)          needs --moe-enable-routing-replay
     with replay.recording():
         ...                                forwards: the choices of each layer and sample are kept
     with replay.replaying():
         ...                                forwards of the same samples take them; weights follow from the present scores
 
-Choices are kept by layer and by the number of the sample in the run, so recomputation, schedules and the order of microbatches do not
-matter. A rank has those of its own rows: a replay needs the tensor- and context-parallel sizes of the recording.
+Choices are kept by layer and by the number of the sample in the run, so recomputation, schedules and the order of microbatches
+do not matter. A rank has those of its own rows: a replay needs as many ranks for each sample as the recording.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,45 +17,48 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router import ParallelRouter
 
 
-class RouterReplayAction(Enum):
-    """What the routers of a `RouterReplay` do."""
+class ReplayAction(Enum):
+    """What the routers of a `RouteReplay` do."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
 
 
-class RouterReplay:
-    """The choices of all routers in these modules. routes: (layer number from 1, sample) -> int64 [s, K], this rank's rows."""
+class RouteReplay:
+    """The choices of all routers in these modules.
+
+    routes: (layer number from 1, sample) -> int64 [s, K], this rank's rows.
+    """
 
     def __init__(self, chunks: Iterable[nn.Module]):
         """Raises ValueError if there is no router, or if --moe-enable-routing-replay is not given."""
         self.routes: dict[tuple[int, int], Tensor] = {}
-        self.action: RouterReplayAction | None = None
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        self.action: ReplayAction | None = None
+        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ParallelRouter)]
         if not routers:
-            raise ValueError("RouterReplay: the modules have no router; give --num-experts")
+            raise ValueError("RouteReplay: the modules have no router; give --num-experts")
         if not routers[0].settings.moe_enable_routing_replay:
-            raise ValueError("RouterReplay: give --moe-enable-routing-replay, which says that a run may replay choices")
+            raise ValueError("RouteReplay: give --moe-enable-routing-replay, which says that a run may replay choices")
         for router in routers:
             router.replay = self
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, keep the choices of every forward, the last one of each sample."""
-        with self._doing(RouterReplayAction.RECORD):
+        with self._doing(ReplayAction.RECORD):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Inside, take the choices that were recorded. A forward raises ValueError for a sample that was not."""
-        with self._doing(RouterReplayAction.REPLAY_FORWARD):
+        with self._doing(ReplayAction.REPLAY_FORWARD):
             yield
 
     @contextmanager
-    def _doing(self, action: RouterReplayAction) -> Iterator[None]:
+    def _doing(self, action: ReplayAction) -> Iterator[None]:
         before, self.action = self.action, action
         try:
             yield
@@ -64,15 +67,15 @@ class RouterReplay:
 
     def take(self, layer_number: int, samples: tuple[int, ...]) -> Tensor | None:
         """Return the recorded choices of a layer, int64 [s, b, K]; None outside of `replaying`."""
-        if self.action is not RouterReplayAction.REPLAY_FORWARD:
+        if self.action is not ReplayAction.REPLAY_FORWARD:
             return None
         missing = [sample for sample in samples if (layer_number, sample) not in self.routes]
         if missing:
-            raise ValueError(f"RouterReplay: no choices of sample {missing[0]} were recorded for layer {layer_number}")
+            raise ValueError(f"RouteReplay: no choices of sample {missing[0]} were recorded for layer {layer_number}")
         return torch.stack([self.routes[layer_number, sample] for sample in samples], dim=1)
 
     def put(self, layer_number: int, samples: tuple[int, ...], ids: Tensor) -> None:
         """Keep the choices of a layer inside of `recording`. ids: int64 [s, b, K]"""
-        if self.action is RouterReplayAction.RECORD:
+        if self.action is ReplayAction.RECORD:
             for i, sample in enumerate(samples):
                 self.routes[layer_number, sample] = ids[:, i].clone()
