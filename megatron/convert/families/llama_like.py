@@ -356,7 +356,7 @@ def _rotary_layers() -> Field:
     return Field((key, interval_key), read, write)
 
 
-def _only_listed(reader: ConfigReader, layer: int) -> bool:
+def only_listed(reader: ConfigReader, layer: int) -> bool:
     """Refuse a window without a list of layers: the class has no rule for it."""
     raise reader.error("use_sliding_window", "layer_types must say which layers have a window")
 
@@ -367,7 +367,7 @@ SMOLLM3 = Family(
     llama_fields(
         rope(2e6),
         _rotary_layers(),
-        windows(None, _only_listed, switch="use_sliding_window"),
+        windows(None, only_listed, switch="use_sliding_window"),
         ignored_keys("max_window_layers"),
         heads("num_attention_heads", "num_key_value_heads", None, default_groups=4),
         *_BIASES,

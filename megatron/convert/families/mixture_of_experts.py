@@ -19,6 +19,7 @@ from megatron.convert.families.llama_like import (
     PRE_NORMS,
     attention_mappings,
     llama_fields,
+    only_listed,
 )
 from megatron.convert.families.rope import rope
 from megatron.convert.families.sliding_window import windows
@@ -159,10 +160,6 @@ MIXTRAL = Family(
 # ---------------------------------------------------------------- Qwen2-MoE, Qwen3-MoE
 
 
-def _every_second_below_most(reader: ConfigReader, layer: int) -> bool:
-    return (layer + 1) % 2 == 1 and layer < reader.number("max_window_layers", 28)
-
-
 def _zero_is_no_window(field: Field) -> Field:
     """Read sliding_window 0, which transformers 5 writes for a switch that is off, as none."""
 
@@ -188,7 +185,8 @@ QWEN2_MOE = Family(
     llama_fields(
         rope(),
         _zero_is_no_window(
-            windows(4096, _every_second_below_most, keys=("max_window_layers",), switch="use_sliding_window")
+            # transformers 4 gives all layers the window, 5 every second one below max_window_layers
+            windows(4096, only_listed, switch="use_sliding_window")
         ),
         bias("qkv_bias", "add_qkv_bias", default=True),
         count("num_experts", "num_experts", 60),
@@ -196,7 +194,7 @@ QWEN2_MOE = Family(
         _chosen_experts(4),
         _expert_width("moe_intermediate_size", "intermediate_size", 1408),
         *_QWEN_EXPERT_FIELDS,
-        ignored_keys("use_mrope"),
+        ignored_keys("use_mrope", "max_window_layers"),
         length=32768,
         groups=16,
     ),

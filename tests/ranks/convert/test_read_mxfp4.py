@@ -128,7 +128,7 @@ def test_other_packed_weights_and_torn_pairs_are_refused(tmp_path: Path):
             b"model.layers.1.mlp.experts.down_proj_scales", b"model.layers.1.mlp.experts.down_proj_scalez"
         )
     )
-    with pytest.raises(CheckpointError, match="without 'model.layers.1.mlp.experts.down_proj_scales'"):
+    with pytest.raises(CheckpointError, match=r"without 'model\.layers\.1\.mlp\.experts\.down_proj_scales'"):
         open_foreign(tmp_path / "torn")
     write_folder(tmp_path / "mixtral", read_record("mixtral"))
     config = json.loads((tmp_path / "mixtral/config.json").read_text())
