@@ -187,6 +187,17 @@ def models() -> dict[str, tuple[str, Any]]:
         "gated, with biases": replace(gpt2, gated=True),
         "relative positions": replace(gpt2, position_embedding_type="relative"),
         "no positions": replace(gpt2, position_embedding_type="none"),
+        "experts": replace(
+            llama,
+            num_experts=4,
+            moe_layer_freq="[0,1]",
+            add_mlp_bias=True,
+            moe_router_bias=True,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            moe_shared_expert_intermediate_size=8,
+            moe_shared_expert_gate=True,
+        ),
     }
     t5 = {name: replace(config, num_layers=2, decoder_num_layers=2) for name, config in tiny_t5.CONFIGS.items()}
     return {
