@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from megatron.core.base.dataclass_flags import build, default_of, option_fields
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.layer_freq_pattern import LONGEST, layer_pattern
-from megatron.core.transformer.model_config import ModelConfig, canonical_layer_pattern
+from megatron.core.transformer.model_config import ModelConfig, canonical_expert_settings, canonical_layer_pattern
 from megatron.training.arguments.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
@@ -187,7 +186,7 @@ def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
         model |= {"ffn_hidden_size": config.ffn_size, "kv_channels": config.head_width}
         if model.get("group_query_attention") and model.get("num_query_groups") == config.num_attention_heads:
             model |= {"group_query_attention": False, "num_query_groups": 1}  # as many groups as heads share nothing
-        model |= _experts_in_force(model, config.ffn_size)
+        model |= canonical_expert_settings(model, config.ffn_size)
     if "data" in resolved:
         resolved["data"]["split"] = resolved["data"].get("split") or DEFAULT_SPLIT
     if "own_model" in resolved:
@@ -201,19 +200,3 @@ def precision_of(model: Mapping[str, Any]) -> str:
     if model.get("fp32_residual_connection"):
         precision += " with its residual stream in fp32"
     return precision
-
-
-def _experts_in_force(model: Mapping[str, Any], ffn_size: int) -> dict[str, Any]:
-    """Return what a model's settings say of its experts, in one spelling; {} for a model without."""
-    experts = model.get("num_experts")
-    layers = model.get("num_layers")
-    if type(experts) is not int or experts < 2 or type(layers) is not int or not 0 < layers <= LONGEST:
-        return {}
-    resolved: dict[str, Any] = {"moe_ffn_hidden_size": model.get("moe_ffn_hidden_size") or ffn_size}
-    pattern = layer_pattern(model.get("moe_layer_freq") or "1")
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(layers)]
-    resolved["moe_layer_freq"] = str(pattern).replace(" ", "")
-    if all(pattern):
-        resolved["ffn_hidden_size"] = None  # no layer has a dense MLP
-    return resolved
