@@ -148,14 +148,15 @@ def _experts_gate_up(heads: HeadCounts, hf_views: list[View]) -> Places:
     for i, view in enumerate(hf_views):
         expert, part = divmod(i, 2)
         box = ((expert, expert + 1), (part, part + 1), *whole(view.shape))
-        yield box, view._replace(shape=(1, 1, *view.shape), strides=(1, 1, *view.strides))
+        numel = prod(view.shape)
+        yield box, view._replace(shape=(1, 1, *view.shape), strides=(numel, numel, *view.strides))
 
 
 def _experts_down(heads: HeadCounts, hf_views: list[View]) -> Places:
     """Stack the experts' matrices, [h, f] each, to [experts, h, f]."""
     for expert, view in enumerate(hf_views):
         box = ((expert, expert + 1), *whole(view.shape))
-        yield box, view._replace(shape=(1, *view.shape), strides=(1, *view.strides))
+        yield box, view._replace(shape=(1, *view.shape), strides=(prod(view.shape), *view.strides))
 
 
 def _stacked_gate_up_in_turn(heads: HeadCounts, hf_views: list[View]) -> Places:

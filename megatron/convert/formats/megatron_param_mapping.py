@@ -327,12 +327,12 @@ def _view_of_expert(name: str, shape: tuple[int, ...], is_gated: bool) -> View:
         raise ValueError(f"an expert's tensor has shape {shape}, not {dims} dimensions")
     view = View.of(0, shape)
     if "linear_fc2" in name:
-        return view._replace(shape=(1, *shape), strides=(1, *view.strides))
+        return view._replace(shape=(1, *shape), strides=(prod(shape), *view.strides))
     parts = 2 if is_gated else 1
     f = shape[0] // parts
     if f * parts != shape[0]:
         raise ValueError(f"{shape[0]} rows are not gates and ups")
-    return view._replace(shape=(1, parts, f, *shape[1:]), strides=(1, f * view.strides[0], *view.strides))
+    return view._replace(shape=(1, parts, f, *shape[1:]), strides=(prod(shape), f * view.strides[0], *view.strides))
 
 
 def _view_of_grouped(name: str, shape: tuple[int, ...], experts: int, is_gated: bool) -> View:
@@ -364,7 +364,7 @@ def split_stacked_experts(
         parts = [
             TensorPart(
                 ((expert, expert + 1), *part.box),
-                part.view._replace(shape=(1, *part.view.shape), strides=(1, *part.view.strides)),
+                part.view._replace(shape=(1, *part.view.shape), strides=(prod(part.view.shape), *part.view.strides)),
                 part.tensor,
             )
             for part in parts
@@ -387,7 +387,7 @@ def split_stacked_experts(
             shape = (part.view.shape[0], 1, last - first, *part.view.shape[2:])
             view = part.view._replace(
                 shape=shape,
-                strides=(per_expert, 1, per_row, *strides),
+                strides=(per_expert, per_row * (last - first), per_row, *strides),
                 start=part.view.start + (first - start) * per_row,
             )
             span = (first - group * f, last - group * f)
