@@ -28,6 +28,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+SWEPT = ("qwen2_moe", "qwen2_moe-window", "qwen3_moe", "olmoe")  # beside mixtral and gpt_oss
 # Of experts, which have shapes of their own: [experts, 2, f, h], [experts, h, f] or [experts, 2, f].
 OF_EXPERTS = {
     **{"experts_gate_up": (3, 2, 4, 5), "experts_down": (3, 5, 4), "stacked_gate_up_in_turn": (3, 2, 4, 5)},
@@ -58,7 +59,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("nbytes", [8, 56, 1 << 20])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CASES])
 def test_parts_of_any_size_make_the_same_folder(
     case: str, nbytes: int, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):

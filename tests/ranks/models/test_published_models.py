@@ -43,8 +43,11 @@ def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...
     }
 
 
+SWEPT = ("Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B")  # with thousands of tensors
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CONFIGS])
 def test_a_published_model_maps_completely(name: str):
     """No tensor left over, none missing, each of the right shape; and the number of all parameters."""
     tensors, ours = tensors_of(name), parameters_of(name)
