@@ -38,7 +38,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name != "halves")) for name in EXPERTS]
+)
 def test_the_scores_are_those_of_the_dense_model(name: str, tmp_path: Path):
     case, more, granularity = EXPERTS[name]
     write_folder(tmp_path / "dense", read_record(case))
