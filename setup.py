@@ -29,6 +29,7 @@ EXTRAS = {
     "zstd": ["zstandard"],  # tools/preprocess_data.py --input corpus.jsonl.zst
     "parquet": ["pyarrow"],  # tools/preprocess_data.py --input corpus.parquet
     "benchmark": ["transformers"],  # a peer of tools/benchmark.py
+    "evaluate": ["jinja2", "PyYAML", "lm_eval==0.4.13"],  # definitions of tools/evaluate.py, and --lm-eval-tasks
     "nltk": ["nltk"],  # tools/preprocess_data.py --sentence-splitter nltk, for languages other than English
 }
 
@@ -43,6 +44,7 @@ PROGRAMS = [
     "tools/configure",
     "tools/data_plan",
     "tools/estimate_memory",
+    "tools/evaluate",
     "tools/generate",
     "tools/index_cache",
     "tools/inspect_dataset",
@@ -58,6 +60,8 @@ PROGRAMS = [
 ]
 COMMANDS = {f"megatron-{Path(program).name.replace('_', '-')}": "megatron.console_scripts:main" for program in PROGRAMS}
 COMMANDS["megatron-report"] = "megatron.report:main"
+COMMANDS["megatron-doctor"] = "megatron.doctor:main"
+COMMANDS["megatron-on-cpu"] = "megatron.on_cpu:main"
 
 
 # Beside the package, in a wheel's megatron/_programs: the programs, and the examples and recipes that the documents name.

@@ -5,6 +5,7 @@
     convert     models of other projects, read and written as data
     deepspeed   DeepSpeed's names over this project's data parallelism
     legacy      Megatron's older constructors; `model`, `data`, `mpu`, `tokenizer`, `arguments`, `utils` are flat paths
+    porting     scripts and forks of others, examined and tried on a CPU (`python -m megatron.doctor`, `.on_cpu`)
     report      versions and devices, for a bug report (`python -m megatron.report`)
 
 `python -m megatron` lists the commands. `__version__` is the version of this project; `megatron.core.__version__` is the

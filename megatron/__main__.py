@@ -15,7 +15,7 @@ from megatron.console_scripts import programs_folder
 from megatron.core.base.version import version_text
 
 _EXAMPLES = "the folder with the examples and recipes that the documents name"
-_MODULES = ("configure", "report")  # of this package, which are commands too
+_MODULES = ("configure", "doctor", "on_cpu", "report")  # of this package, which are commands too
 
 
 class Command(NamedTuple):
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
         print(f"megatron: {words[0]} is none of the commands {', '.join(paths)}", file=sys.stderr)
         return 2
 
-    program = ["-m", f"megatron.{name}"] if name in _MODULES else [str(paths[name])]
+    program = ["-m", f"megatron.{paths[name].stem}"] if paths[name].stem in _MODULES else [str(paths[name])]
     os.execv(sys.executable, [sys.executable, *program, *words[1:]])
 
 

@@ -29,10 +29,11 @@ LEVELS = (
     "core.transformer core.optimizer",
     "core.models core.fusions core.extensions core.optimizer_param_scheduler convert",
     "core.inference",
+    "evaluation",
     "training.model_flops training.rewindable_batches training.tokenizer training.validation_sets",
     "training.step",
     "training.arguments",
-    "training.global_vars training.evaluate",
+    "training.global_vars training.evaluate training.eval_tasks",
     "training.batch_utils training.build_model_and_optimizer training.checkpointing",
     "training.zero_engine training.utils training.num_samples training.memory training.monitor training.result_checks",
     "training.fault_tolerance",
@@ -41,7 +42,8 @@ LEVELS = (
     "training.trainer",
     "training.training",
     "legacy deepspeed report console_scripts",
-    "configure arguments data model mpu tokenizer utils __main__",
+    "porting",
+    "on_cpu doctor configure arguments data model mpu tokenizer utils __main__",
 )
 
 

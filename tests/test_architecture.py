@@ -172,6 +172,8 @@ def test_core_passes_its_tests_where_the_prediction_of_memory_is_removed():
     assert outcome.returncode == 0 and " passed" in outcome.stdout, outcome.stdout[-3000:] + outcome.stderr
 
 
+# Not for this project's code: it replaces, in torch, what a script of others asks of CUDA and NCCL, and must name it.
+ON_CPU = ROOT / "megatron" / "porting" / "map_cuda_to_cpu.py"
 MEETING = [
     CORE / "parallel" / "init_and_destroy_distributed.py",
     CORE / "parallel" / "initialize_model_parallel.py",
@@ -188,6 +190,7 @@ def test_torch_distributed_is_known_where_processes_meet_and_communicate_only():
         *peers,
         ROOT / "tools/checkpoint_convert.py",
         ROOT / "megatron/deepspeed/comm.py",
+        ON_CPU,
     }
     for path in PRODUCT_FILES:
         if path in allowed:
@@ -218,7 +221,7 @@ def test_collectives_alone_communicate_and_create_no_groups():
 def test_only_device_names_a_vendor():
     beside_it = CORE / "parallel" / "device_config.py"  # the values of --device, for --help, which imports no torch
     for path in PRODUCT_FILES:
-        if path in (CORE / "parallel" / "accelerator.py", beside_it):
+        if path in (CORE / "parallel" / "accelerator.py", beside_it, ON_CPU):
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
@@ -305,7 +308,7 @@ def test_training_knows_no_model():
 def test_no_memory_waits_for_a_stream():
     """A buffer is freed on the stream that allocated it, so that a run needs the same memory each time."""
     for path in PRODUCT_FILES:
-        assert "record_stream" not in path.read_text(), path
+        assert path == ON_CPU or "record_stream" not in path.read_text(), path
 
 
 def test_no_pickle():

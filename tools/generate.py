@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,8 +122,6 @@ import torch
 from torch import nn
 
 from megatron.convert import open_any
-from megatron.convert.hf_origin import Provenance
-from megatron.convert.read_hf_vocabulary import read_vocabulary
 from megatron.core import parallel_state
 from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
@@ -144,15 +142,13 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.initial_values import seed_of
-from megatron.core.storage.path_or_url import path_of
-from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
-from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
+from megatron.core.tokenizers import Tokenizer
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.training.global_vars import set_runtime
 from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
 from megatron.training.training import Script
+from tools.generating.checkpoint_tokenizer import tokenizer_of_checkpoint
 from tools.generating.script_model import load_script_model
 from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
 from tools.generating.writer import Writer
@@ -291,25 +287,7 @@ class Prompts:
         """Read the prompts and build their tokenizer. Raises ValueError, OSError or ImportError."""
         # build the checkpoint's tokenizer, and refuse another one
         saved = read_saved_settings(state, source, has_script=settings.script is not None)
-        tokenizer_config = replace(saved.tokenizer, **settings.tokenizer_flags)
-        for flag, reason in tokenizer_config.without_effect.items():
-            if flag[2:].replace("-", "_") in settings.tokenizer_flags:
-                print(f"no effect here: {flag}: {reason}", file=sys.stderr, flush=True)
-        try:
-            tokenizer = build_tokenizer(tokenizer_config)
-        except FileNotFoundError as error:
-            raise ConfigError(f"{error}; if it has moved since the training, give its new place by this flag") from None
-        if (tokenizer_config.model_vocab_size or tokenizer.vocab_size) != saved.vocab_size:
-            raise ConfigError(
-                f"the checkpoint has a vocabulary of {saved.vocab_size}, the tokenizer ({tokenizer.name}) one of "
-                f"{tokenizer.vocab_size}; give the checkpoint's tokenizer: --tokenizer-type and its files"
-            )
-        if state.get("tokenizer_sha256") not in (None, tokenizer_sha256(tokenizer_config, tokenizer)):
-            raise ConfigError(
-                f"the tokenizer ({tokenizer.name}) has the size of the checkpoint's tokenizer, but its files differ; give the "
-                "checkpoint's: --tokenizer-type and its files"
-            )
-        check_folder_vocabulary(state, source, tokenizer)
+        tokenizer = tokenizer_of_checkpoint(settings.tokenizer_flags, saved, state, source)
 
         # tokenize the prompts
         texts = read_texts(settings.generation)
@@ -322,29 +300,6 @@ class Prompts:
     def broadcast(self, world: Axis, device: torch.device) -> "Prompts":
         """Return the first rank's prompts on every rank. Every rank must call."""
         return Prompts(**json.loads(collectives.broadcast_text(json.dumps(vars(self)), world, device)))
-
-
-def check_folder_vocabulary(state: dict[str, Any], source: str, tokenizer: Tokenizer) -> None:
-    """Check that a Hugging Face folder's model is used with that folder's tokenizer.
-
-    Raises ConfigError if it is not.
-    """
-    origin = Provenance.in_state(state, source)
-    vocabulary = vocabulary_of(tokenizer)
-    if origin is None or vocabulary is None or state.get("tokenizer_sha256") is not None:
-        return  # no such folder, no vocabulary to compare, or the hash has been compared already
-    try:
-        folder_vocabulary = read_vocabulary(path_of(origin.folder))
-    except (ValueError, OSError, ImportError):  # an unreadable vocabulary is not compared
-        return
-    if folder_vocabulary is None:
-        return
-    differing = changed_or_lost_tokens(folder_vocabulary, vocabulary)
-    if differing:
-        raise ConfigError(
-            f"{source} holds a model of another tokenizer than {tokenizer.name}: {differing}; leave the flags of the tokenizer "
-            "out to take the folder's"
-        )
 
 
 def read_texts(settings: GenerateConfig) -> list[str]:

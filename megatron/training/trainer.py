@@ -39,6 +39,7 @@ from megatron.training.build_model_and_optimizer import ModelProvider, build_opt
 from megatron.training.checkpointing import save_and_load
 from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
 from megatron.training.checkpointing.save_manager import SaveManager
+from megatron.training.eval_tasks import EvalTasks
 from megatron.training.evaluate import evaluate, first_sample_and_microbatches
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import ExitConditions
@@ -50,7 +51,7 @@ from megatron.training.memory.peak_along_schedule import Forecast
 from megatron.training.monitor.cpu_contention import CpuContention
 from megatron.training.monitor.long_task_progress import heartbeat
 from megatron.training.monitor.monitor import Monitor
-from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation
+from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation, task_line
 from megatron.training.num_samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.result_checks.check_runner import Guard
@@ -156,6 +157,14 @@ class Trainer:
 
         # build the data sets; how many samples they need follows from the checkpoint's state
         self.datasets = self._build_datasets(datasets_provider)
+        with collectives.raise_together(world, self.device), as_config_error():
+            self.eval_tasks = EvalTasks(
+                training.eval_tasks,
+                training.eval_tasks_limit,
+                runtime.tokenizer,
+                self.pipeline,
+                self.config.data.seq_length,
+            )
 
         # open the writers and profilers; a rank that cannot stops all ranks
         with collectives.raise_together(world, self.device), as_config_error():
@@ -320,6 +329,7 @@ class Trainer:
                     print_rank_0(f"exiting before the {split} loss, {reason}")
                     return
                 self._validate(split, at_end=True)
+            self._evaluate_tasks(at_end=True)
 
     def _train(self) -> str | None:
         """Train and save. Returns the reason if the run stops early or on a signal, else None."""
@@ -512,6 +522,7 @@ class Trainer:
             return
         if self.state.iteration % interval == 0:
             self._validate("valid", at_end=False)
+            self._evaluate_tasks(at_end=False)
 
     def _validate(self, split: str, *, at_end: bool) -> None:
         for evaluated in self.datasets[split]:
@@ -539,6 +550,15 @@ class Trainer:
             self.watch.report_validation(evaluated.name, losses, at_end=at_end)
             if self.non_loss.process is not None:
                 self._show_non_loss_data(evaluated, first_sample, num_microbatches)
+
+    def _evaluate_tasks(self, *, at_end: bool) -> None:
+        """Evaluate the tasks of --eval-tasks and report their metrics. Every rank must call."""
+        if not self.eval_tasks.tasks:
+            return
+        with self.log.paused(), rank_status.during("validating", then="training"):
+            for name, metrics in self.eval_tasks.evaluate().items():
+                print_rank_last(task_line(name, self.state.iteration, metrics))
+                self.watch.report_validation(name, metrics, at_end=at_end)
 
     def _show_non_loss_data(self, evaluated: EvaluatedSet, first_sample: int, num_microbatches: int) -> None:
         """Call the script's hooks; the last rank gets the data. Every rank must call: all run one more batch."""

@@ -8,12 +8,11 @@ after `from megatron.core import parallel_state`. A name whose call only raises 
 
 import argparse
 import ast
-import importlib
-import inspect
 import subprocess
-import textwrap
 from collections.abc import Iterator
-from typing import Any
+
+from megatron.porting.fork_names import dotted
+from megatron.porting.judge_fork import find, only_raises
 
 SCRIPTS = ["pretrain_gpt.py", "pretrain_bert.py"]
 LOOP = ["examples/run_simple_mcore_train_loop.py"]
@@ -37,15 +36,6 @@ def files(clone: str, tag: str, places: list[str]) -> Iterator[str]:
         if path.endswith(".py"):
             show = ["git", "-C", clone, "show", f"{tag}:{path}"]
             yield subprocess.run(show, capture_output=True, text=True, check=True).stdout
-
-
-def dotted(node: ast.AST) -> str:
-    """`a.b.c` of an expression of names, or ""."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
-        return f"{before}.{node.attr}"
-    return ""
 
 
 def modules(clone: str, tag: str) -> set[str]:
@@ -85,35 +75,6 @@ def used_names(clone: str) -> dict[str, list[str]]:
             if not any(part.startswith("_") for part in name.split(".")):
                 users.setdefault(name, []).append(tag)
     return users
-
-
-def find(name: str) -> Any:
-    """The object of a full name. AttributeError or ImportError if there is none."""
-    parts = name.split(".")
-    for i in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:i]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[i:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(name)
-
-
-def only_raises(thing: Any) -> bool:
-    """Whether a call of a function or a class does nothing but raise."""
-    thing = thing.__init__ if inspect.isclass(thing) else thing
-    if not inspect.isfunction(thing):
-        return False
-    try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
-    except (OSError, SyntaxError, TypeError):  # made by a lambda or without a source
-        return False
-    body = getattr(node, "body", [])
-    if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    return isinstance(body, list) and len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
 def missing(names: list[str]) -> dict[str, str]:

@@ -9,11 +9,13 @@ import os
 import sys
 from pathlib import Path
 
-import cuda_on_cpu  # noqa: F401  # before anything looks up torch's functions
 import pytest
 import torch
 
 import megatron.core.tensor_parallel.layers  # noqa: F401  # imported once, not by every rank
+from megatron.porting.map_cuda_to_cpu import map_to_cpu
+
+map_to_cpu()
 
 
 def run(rank: int, ranks: int, port: str, output: Path, arguments: list[str]) -> int:

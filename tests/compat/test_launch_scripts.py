@@ -4,8 +4,11 @@ MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_launch_scripts.py -m s
 """
 
 import os
+import re
+import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from launch_scripts import Command, Recorder, measure, of_scripts, our_problems, words_of_value, write_recorders
+from launch_scripts import TAGS, Command, Recorder, measure, of_scripts, our_problems, words_of_value, write_recorders
+
+from megatron.porting.launch_flags import flags_of_shell
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")
 
@@ -87,3 +92,37 @@ def test_megatrons_own_scripts_are_accepted():
     totals = measured.totals
     assert totals["scripts"] > 700
     assert totals["accepted"] >= 0.95 * totals["in scope"], measured.reasons.most_common(20)
+
+
+def flags_passed(tree: Path) -> dict[tuple[str, str], set[str]]:
+    """The flags that the scripts of a tree pass when they run, by script and program."""
+    write_recorders(tree.parent / "bin")
+    passed = defaultdict(set)
+    for command in of_scripts(tree, Recorder(tree, tree.parent / "bin")):
+        names = {word.split("=")[0] for word in command.words if re.match("--[A-Za-z]", word)}
+        passed[command.source, command.program] |= names
+    return passed
+
+
+def test_the_text_of_a_script_gives_the_flags_that_it_passes(tree: Path):
+    (tree / "b.sh").unlink()
+    passed = flags_passed(tree)
+    assert len(passed) == 2
+    for (source, program), names in passed.items():
+        found = flags_of_shell((tree / source).read_text(), source)[0]
+        assert {use.flag for use in found if use.program == program} == names
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(CLONE is None or not Path(CLONE).is_dir(), reason="MEGATRON_LM_PATH names no clone of Megatron-LM")
+@pytest.mark.parametrize("tag", TAGS[:-1])
+def test_the_text_of_megatrons_own_scripts_gives_the_flags_that_they_pass(tag: str, tree: Path):
+    tree = tree.parent / "release"
+    tree.mkdir()
+    archive = subprocess.run(["git", "-C", CLONE, "archive", tag, "examples"], capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+    passed = flags_passed(tree)
+    assert passed
+    for (source, program), names in passed.items():
+        found = flags_of_shell((tree / source).read_text(errors="replace"), source)[0]
+        assert names <= {use.flag for use in found if use.program == program}, source

@@ -2,7 +2,7 @@
 
     MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_loops.py
 
-CLONE: as in test_megatron_scripts.py. `cuda_on_cpu`, imported first, does what the loops ask of CUDA.
+CLONE: as in test_megatron_scripts.py. `megatron.porting.map_cuda_to_cpu` does what the loops ask of CUDA.
 """
 
 import math
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(
     reason="MEGATRON_LM_PATH names no clone of Megatron-LM; see the head of this file",
 )
 LOOP = "examples/run_simple_mcore_train_loop.py"
-RUN = """import os, runpy, sys, cuda_on_cpu
+RUN = """import os, runpy, sys
+from megatron.porting.map_cuda_to_cpu import map_to_cpu
+map_to_cpu()
 os.chdir(os.path.dirname(sys.argv[1]))
 optim = runpy.run_path(sys.argv[1], run_name="__main__")["optim"]
 print("updates", *{int(state["step"]) for state in optim.state.values()}, "of", len(optim.state) > 20)

@@ -2,7 +2,7 @@
 
     MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_units.py -s
 
-CLONE: as in test_megatron_scripts.py. `cuda_on_cpu` does what the tests ask of CUDA, `doubles` stand for packages that they
+CLONE: as in test_megatron_scripts.py. `megatron.porting.map_cuda_to_cpu` does what the tests ask of CUDA, `doubles` stand for packages that they
 import and that need a network or are not ours. Each folder runs by itself, on as many ranks as its tests have layouts for. The
 counts are printed, with each test that fails or is left out, and why.
 """

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.core.base.dataclass_flags import ConfigError, FlagParser
+from megatron.core.base.dataclass_flags import ConfigError, FlagParser, flags_of, option_fields
+from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.models.common.model_rules import missing_text_settings
 from megatron.core.ops.cpu_half_precision_matmul import MATMUL_MODES, NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
@@ -39,6 +40,11 @@ def _needed_settings(words: Sequence[str]) -> dict[str, Any]:
     return defaults
 
 
+def _flags_of_masks() -> list[str]:
+    """Return the flags of masked words."""
+    return [flag for field in option_fields(MaskedDataConfig) for flag in flags_of(field)]
+
+
 class JobAndArgs(NamedTuple):
     """A command line that was read."""
 
@@ -62,12 +68,22 @@ def read(words: Sequence[str], job_defaults: Mapping[str, Any] | None = None) ->
     # parse the flags; after an error, check the rest nonetheless, to report all problems at once
     defaults = {**(script.args_defaults or {}), **_needed_settings(words), **(job_defaults or {})}
     try:
-        config, args = parse_args(words, add_flags, defaults)[:2]
+        config, args, notes = parse_args(words, add_flags, defaults, script.rules.unread)
     except ArgumentsError as error:
         config = with_default_components(error.parts)
         world_size = max(1, _world_size(tool_flags.world_size, config))
         further_problems = _problems_of(config, world_size) + missing_text_settings(config)
         raise _refusal(error.problems + drop_doubtful_problems(error.problems, error.parts, further_problems)) from None
+
+    # a recipe of a BERT or T5 would be estimated as a GPT without a word
+    of_masks = [
+        flag for flag in _flags_of_masks() if any(flag in note.split(":")[1].split() for note in notes if ":" in note)
+    ]
+    if of_masks and not any(word.split("=")[0] == "--model" for word in words):
+        raise ConfigError(
+            f"{' and '.join(of_masks)} {'are' if len(of_masks) > 1 else 'is'} read by a model of masked words, and the default "
+            "--model is gpt; add --model bert or --model t5, or --model gpt if it is a GPT"
+        )
 
     # check the settings as a run does
     world_size = args.world_size = _world_size(args.world_size, config)

@@ -41,6 +41,7 @@ def accepts_defaults_only(after: str = "", /, **others: Any) -> Callable[[Callab
             return function(*bound.args, **bound.kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__defaults_only__ = dict(others)  # type: ignore[attr-defined]
         return call
 
     return decorate

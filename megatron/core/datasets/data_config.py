@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, option
+from megatron.core.base.tell_of_empty_pipe import told_if_nobody_writes
 from megatron.core.datasets.blend import Blend, parse_blend
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 
@@ -252,7 +253,8 @@ def _blend_problems(words: list[str] | None) -> list[str]:
 def _read_words(path: str) -> list[str]:
     """Read the words of a text file without its comments. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # without the byte order mark that some editors put first
+        with told_if_nobody_writes(path, "--data-args-path"):
+            text = Path(path).read_text(encoding="utf-8-sig")  # without the byte order mark that some editors put first
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}, the file of --data-args-path, cannot be read ({error}); give a text file") from None
     without_comments = re.sub(r"(?m)(?<!\S)#.*", "", text)  # a word that begins with # begins a comment
@@ -265,7 +267,8 @@ def _read_split_lists(path: str) -> list[list[str] | None]:
     Raises ConfigError.
     """
     try:
-        lists = json.loads(Path(path).read_text())
+        with told_if_nobody_writes(path, "--per-split-data-args-path"):
+            lists = json.loads(Path(path).read_text())
         is_valid = isinstance(lists, dict) and set(lists) <= set(SPLIT_NAMES)
         if not is_valid or not all(isinstance(words, list | None) for words in lists.values()):
             raise ValueError("it must be an object with the lists train, valid and test")

@@ -3,6 +3,7 @@
     checkpoint_settings   the settings of the model in a checkpoint
     load_model            this rank's stage of that model, in any layout
     generate              generation token by token; `sampling` chooses each token
+    score                 log-probabilities of given continuations, for evaluation
     generate_t5           generation with a T5: its encoder reads the prompts, its decoder writes
 
 To add a sampling rule: a field of `SamplingConfig` and a line of `distribution`.

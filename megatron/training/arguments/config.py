@@ -70,6 +70,13 @@ class TrainingConfig(FlagConfig):
     )
     eval_interval: WholeNumber = option(1000, "iterations between validations; 0: validate only after training")
     eval_iters: WholeNumber = option(100, "global batches per validation; 0: no validation or test")
+    eval_tasks: list[str] = option(
+        [],
+        "files of tasks, as the --data of tools/evaluate.py, that each validation also evaluates: texts, choices, "
+        "continuations",
+        metavar="FILE",
+    )
+    eval_tasks_limit: Count | None = option(None, "samples of each file of --eval-tasks; default: all")
     eval_global_batch_size: Count | None = option(
         None, "samples per global batch of validation and test; default: --global-batch-size"
     )

@@ -496,7 +496,7 @@ NO_EFFECT = by_flag(
     ),
 )
 
-# Scripts give a dozen of these at once; to train a dense model a user takes out the one flag that switches them on.
+# Scripts give several of these beside --num-experts; they choose kernels, or nothing.
 SILENT = by_flag(
     OtherFlags(
         "it chooses kernels of experts, routers and permutations, which are torch's here: the same formulas",

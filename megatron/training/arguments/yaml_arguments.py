@@ -15,6 +15,7 @@ import os
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, field_of_action, nearest_flag
+from megatron.core.base.tell_of_empty_pipe import told_if_nobody_writes
 
 YAML_FLAG = "--yaml-cfg"
 _OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all", "-h")
@@ -75,7 +76,7 @@ def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
     except ImportError:
         raise ConfigError(f"{YAML_FLAG} {path} needs the package PyYAML (pip install PyYAML)") from None
     try:
-        with open(path, "rb") as file:
+        with told_if_nobody_writes(path, YAML_FLAG), open(path, "rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise ConfigError(f"{YAML_FLAG} {path} is longer than {_LARGEST >> 20} MB; give a file of settings")

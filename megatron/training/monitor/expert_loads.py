@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megatron.core.ops.expert_load_interface import ReportsExpertLoads
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.transformer.moe.router import ParallelRouter
 
 STEPS = 100  # without a token, before the log says so
 
@@ -27,7 +27,7 @@ def expert_loads(chunks: Iterable[nn.Module], pp: Axis, device: torch.device | s
     own = []
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, ParallelRouter) and module.tokens_of_last_step is not None:
+            if isinstance(module, ReportsExpertLoads) and module.tokens_of_last_step is not None:
                 own.append([module.layer_number - 1, module.tokens_of_last_step.tolist(), module.idle_steps.tolist()])
     texts = collectives.all_gather_texts(json.dumps(own), pp, device)
     return sorted(ExpertLoad(*load) for text in texts for load in json.loads(text))

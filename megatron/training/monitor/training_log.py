@@ -271,6 +271,12 @@ def print_validation(
         print_rank_last(warning)
 
 
+def task_line(name: str, iteration: int, metrics: Mapping[str, float]) -> str:
+    """Return the line of a task of --eval-tasks. metrics: by name."""
+    values = [f"{metric}: {value:.6E}" for metric, value in metrics.items()]
+    return " | ".join([f" task {name} at iteration {iteration}", *values]) + " | "
+
+
 def validation_line(where: str, losses: Mapping[str, float | None], what: str = "validation") -> str:
     """Return Megatron's validation line. what: `validation`, and the name of one of several sets."""
     parts = [f" {what} loss at {where}"]

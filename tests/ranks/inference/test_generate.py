@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from local_ranks import run_ranks
 from said import raises_telling, tells
 from script_run import leaving_nothing_of
@@ -61,16 +62,6 @@ def train(folder: Path, flags: str, provider=pretrain_gpt.model_provider, **more
     )
     parts = (pretrain_gpt.train_valid_test_datasets_provider, provider)
     pretrain(*parts, ModelType.encoder_or_decoder, pretrain_gpt.forward_step, argv=flags.split(), **more)
-
-
-def byte_tokenizer(path: Path) -> None:
-    """A tokenizer whose ids are the 256 bytes, and one that ends documents: characters beyond ASCII take several."""
-    characters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(characters)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(path))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import ROOT, commands_of
 from expert_models import BATCH, GPT2, LLAMA, SUBJECT, zero
 from local_ranks import run_ranks
 from measured_memory import SMALL
@@ -104,6 +105,27 @@ def test_a_run_resumes_to_the_bit_loads_with_other_expert_ranks_and_generates(tm
     assert texts_of(tmp_path / "whole", {"tp": 2, "ep": 2, "etp": 1}) == alone
 
 
+@pytest.mark.full
+def test_the_commands_of_the_page_train():
+    """A few steps of each, on as many ranks, whose losses are equal."""
+    losses = []
+    for command in commands_of(ROOT / "docs" / "experts.md"):
+        launcher, _, flags = command.partition(" pretrain_gpt.py ")
+        sizes = {"dp": 2, "ep": 2} if "--nproc-per-node 2" in launcher else {}
+        assert ("--expert-model-parallel-size 2" in flags) == bool(sizes)
+
+        def rank(mesh: Mesh, flags: str = flags) -> float:
+            short = f"{flags} --train-iters 2 --lr-warmup-iters 0 --num-layers 2 --seq-length 16 --fp64"
+            with trainer_of(pretrain_gpt, mesh, short, predicts=False) as trainer:
+                trainer._train()
+                return sum(
+                    p.double().sum().item() for chunk in trainer.model for p in chunk.parameters() if p.dim() == 1
+                )
+
+        losses += run_ranks(sizes, rank)
+    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-9)
+
+
 # ---------------------------------------------------------------- what ranks send
 
 FORCED = {"moe_router_force_load_balancing": True}
@@ -122,7 +144,7 @@ def calls_of(config: ModelConfig, layout: Layout) -> list[list[tuple[str, str, i
 SENT = [
     Layout(tp=2, dp=2, ep=2, m=1, data_parallel=zero(1)),
     Layout(tp=2, sp=True, dp=2, ep=4, etp=1, m=1, data_parallel=zero(1)),
-    pytest.param(Layout(dp=4, ep=4, m=1, data_parallel=zero(1)), marks=pytest.mark.full),
+    pytest.param(Layout(dp=4, ep=4, m=1, data_parallel=zero(1)), marks=pytest.mark.sweep),
 ]
 
 

@@ -17,7 +17,7 @@ from documents import DOCUMENTS, ROOT, commands_of, name_of
 from megatron.core.base.dataclass_flags import FlagParser, add_flags
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.training.arguments.command_line import make_parser as pretrain_parser
-from tools import generate, plot_run, preprocess_data, train_tokenizer
+from tools import evaluate, generate, plot_run, preprocess_data, train_tokenizer
 
 MESSAGES_BY = ROOT / "docs" / "troubleshooting.md"
 
@@ -28,6 +28,7 @@ PREPARES = "tests/unit/tools/test_data_tools.py::test_every_command_of_the_page_
 CONFIGURES = "tests/processes/test_documents.py::test_what_configure_writes_trains"
 WALKS = "tests/processes/test_documents.py::test_the_walkthrough_shows_what_its_commands_print"
 EXCHANGES = "tests/processes/test_documents.py::test_a_description_leads_to_text_and_on_to_a_longer_context"
+EVALUATES = "tests/ranks/inference/test_evaluate.py::test_the_commands_of_the_page_run"
 TRAINS_A_BERT = "tests/processes/test_bert.py::test_every_command_of_the_page_runs"
 # document: command, or its beginning before " ..." -> the test that runs it, word for word, or "not run: why".
 COMMANDS = {
@@ -95,6 +96,12 @@ COMMANDS = {
         "torchrun --nproc-per-node 4 tools/generate.py ...": READS_ON,
         "torchrun --nproc-per-node 2 tools/generate.py ...": READS_ON,
     },
+    "docs/evaluation.md": {
+        "python tools/evaluate.py --load checkpoints/books --lm-eval-tasks ...": "not run: it downloads; tests/compat/test_lm_eval.py runs local tasks",
+        "python tools/evaluate.py ...": EVALUATES,
+        "python pretrain_gpt.py ...": EVALUATES,
+        "torchrun --nproc-per-node 4 tools/evaluate.py ...": "tests/ranks/inference/test_evaluate.py::test_replicas_and_tensor_parallel_processes_give_what_one_gives",
+    },
     "docs/watching.md": {
         'SMALL="--num-layers ...': WATCHES,
         "torchrun --nproc-per-node 2 pretrain_gpt.py ...": WATCHES,
@@ -129,6 +136,10 @@ COMMANDS = {
         "python pretrain_t5.py ...": "tests/ranks/models/test_pretrain_t5.py::test_the_commands_of_the_page_train",
         "torchrun --nproc-per-node 8 pretrain_t5.py ...": "tests/ranks/models/test_pretrain_t5.py::test_the_commands_of_the_page_train",
         "python tools/generate.py ...": "tests/ranks/inference/test_generate_t5.py::test_the_decoder_writes_what_the_plain_model_says",
+    },
+    "docs/experts.md": {
+        "python pretrain_gpt.py ...": "tests/ranks/transformer/test_moe_runs.py::test_the_commands_of_the_page_train",
+        "torchrun --nproc-per-node 2 pretrain_gpt.py ...": "tests/ranks/transformer/test_moe_runs.py::test_the_commands_of_the_page_train",
     },
     "docs/adding_a_model.md": {
         "python tools/plot_schedule.py ...": "tests/unit/tools/test_plot_schedule.py::test_a_schedule_of_a_fork_is_drawn_from_its_file",
@@ -186,6 +197,7 @@ def flags_of_programs() -> dict[str, set[str]]:
         "pretrain_bert.py": trains,
         "examples/minimal_fork/pretrain.py": trains | {f"--{name.replace('_', '-')}" for name in fork},
         "tools/generate.py": set(generate.make_parser().known_flags()),
+        "tools/evaluate.py": set(evaluate.make_parser().known_flags()),
     }
 
 

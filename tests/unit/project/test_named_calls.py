@@ -30,6 +30,7 @@ OURS = {
     "megatron/core/ops/aux_losses.py own_aux_losses": "aux_losses",  # a script's model or layer
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
+    "megatron/porting/judge_fork.py _further_arguments": "__defaults_only__",  # of a function, set by its decorator
     "megatron/core/datasets/vocab_check.py embedding_rows_problem": "added_tokens",
     "megatron/core/datasets/pad_token_is_text.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
@@ -84,6 +85,10 @@ FOREIGN = {
         "megatron/core/parallel/collectives.py": "all_gather_single reduce_scatter_single",
         "megatron/core/parallel/accelerator.py": "memory _record_memory_history",
         "megatron/deepspeed/comm.py": "all_gather_single reduce_scatter_single",
+        # the names that it replaces
+        "megatron/porting/map_cuda_to_cpu.py": "DeviceMesh ProcessGroupNCCL StreamContext _dump_snapshot _record_memory_history "
+        "custom_bwd custom_fwd device device_of init init_device_mesh mark range_end range_pop range_push range_start "
+        "start stop stream",
     },
     "a scheduler's, of torch or a script: else it is a function that makes one": {
         "megatron/deepspeed/engine.py": "step"
@@ -120,6 +125,8 @@ FOREIGN = {
         "megatron/core/datasets/t5_dataset_builder.py": "additional_special_tokens_ids name",
         "megatron/core/tokenizers/tokenizer_fingerprint.py": "eod pad",
         "megatron/core/tokenizers/vocabulary_diff.py": "vocab",
+        "megatron/evaluation/text_requests.py": "bos inv_vocab tokenize_sentences",
+        "tools/evaluating/lm_eval_adapter.py": "path",
         "tools/generating/t5.py": "additional_special_tokens_ids bos eos",
         "tools/preprocessing/word_memory.py": "tokenize_batch tokenize_sentences",
     },

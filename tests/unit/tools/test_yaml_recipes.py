@@ -36,6 +36,8 @@ TINY = (
     "--exit-interval 1 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --device cpu --log-interval 1 --num-workers 0"
 )
 TINY_OF = {
+    "expert-model-parallel-size": "--expert-model-parallel-size 1",
+    "moe-ffn-hidden-size": "--moe-ffn-hidden-size 48",
     "num-query-groups": "--num-query-groups 2",
     "embedding-multiplier": "--embedding-multiplier 8",
     "window-size": "--window-size 15,0",
@@ -185,3 +187,15 @@ def test_a_t5_for_a_gpts_tool_says_which_model_to_give():
     with pytest.raises(ConfigError) as error:
         read(words)
     assert tells(str(error.value), "--model t5")
+
+
+def test_a_recipe_of_a_bert_is_not_estimated_as_a_gpt():
+    recipe = ["--yaml-cfg", str(EXAMPLES / "recipes" / "bert-base.yaml")]
+    with pytest.raises(
+        ConfigError, match=r"--mask-prob and --short-seq-prob are read by a model of masked words.*--model bert"
+    ):
+        read(recipe)
+    assert (
+        read([*recipe, "--model", "bert"]).args.model == "bert"
+        and read([*recipe, "--model", "gpt"]).args.model == "gpt"
+    )

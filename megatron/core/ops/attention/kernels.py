@@ -19,7 +19,7 @@ from torch.nn import functional
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Registry
 from megatron.core.ops.attention.kernel_names import OUR_KERNELS
-from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
+from megatron.core.ops.attention.masks import Documents, Mask, PrefixTrees, Window, hidden_keys, with_window
 from megatron.core.ops.attention.sliding_window import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
@@ -106,8 +106,9 @@ def attention_by_document(
     for i, lengths in enumerate(documents.lengths):
         qs, ks, vs = (x[i : i + 1].split(lengths, dim=2) for x in (q, k, v))  # of one sample, by document
         outs = []
-        for q_document, k_document, v_document, length in zip(qs, ks, vs, lengths):
-            mask = with_window(None, window_left, length)
+        trees = documents.visible_by_document[i] if isinstance(documents, PrefixTrees) else [None] * len(lengths)
+        for q_document, k_document, v_document, length, tree in zip(qs, ks, vs, lengths, trees):
+            mask = with_window(None if tree is None else ~tree, window_left, length)
             outs.append(fused_attention(q_document, k_document, v_document, mask, dropout))
         samples.append(torch.cat(outs, dim=2))
     return torch.cat(samples)

@@ -38,6 +38,45 @@ class Documents:
         return (is_other | is_later)[:, None]
 
 
+class PrefixTrees(Documents):
+    """A mask of documents that each are a beginning and several continuations of it, none of which sees another.
+
+        tokens      a b c | d e | f | g h      numbers     0 0 0 0 0 0 1 1
+                                               branches    0 0 0 1 1 2 0 0
+
+    Here `a b c` is followed by `d e` and, in the same row, by `f`, each at the positions behind `c`. It has no window:
+    a window counts columns.
+    """
+
+    def __init__(self, numbers: Tensor, branches: Tensor):
+        """numbers, branches: [b, s]; branches: 0 for the beginning, which all see, else the continuation, non-decreasing."""
+        super().__init__(numbers)
+        self.branches = branches
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True where attention is masked, [b, 1, s, s]: later tokens, other documents, other continuations."""
+        return super().mask | _is_other_branch(self.branches, self.branches)[:, None]
+
+    @cached_property
+    def visible_by_document(self) -> list[list[Tensor | None]]:
+        """What each token sees, of each document of each sample: bool [length, length], True where it sees; None: causal."""
+        visible = []
+        for branches, lengths in zip(self.branches, self.lengths, strict=True):
+            of_sample: list[Tensor | None] = []
+            for own, last in zip(branches.split(lengths), branches.cpu()[torch.tensor(lengths).cumsum(0) - 1].tolist()):
+                # one continuation alone follows its beginning as any text does
+                is_later = torch.ones(len(own), len(own), dtype=torch.bool, device=own.device).triu(1)
+                of_sample.append(None if last <= 1 else ~(is_later | _is_other_branch(own, own)))
+            visible.append(of_sample)
+        return visible
+
+
+def _is_other_branch(queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether a key is in another continuation than the query: [.., queries, keys] of branches [.., queries], [.., keys]."""
+    return (keys[..., None, :] != 0) & (keys[..., None, :] != queries[..., :, None])
+
+
 @dataclass(frozen=True)
 class Window:
     """A sliding window: of the keys that `within` leaves, a query sees its own and the `left` keys before it.
@@ -138,5 +177,8 @@ def hidden_in_tile(mask: Mask, tile: Tile, scores: tuple[int, ...], device: torc
     if isinstance(mask, Documents):
         documents = mask.numbers[sample]  # [heads, s]
         is_other = documents[:, queries, None] != documents[:, None, keys]
+        if isinstance(mask, PrefixTrees):
+            branches = mask.branches[sample]  # [heads, s]
+            is_other = is_other | _is_other_branch(branches[:, queries], branches[:, keys])
         return hidden_keys(None, query_count, key_count, device) | is_other
     return hidden_keys(mask, query_count, key_count, device)

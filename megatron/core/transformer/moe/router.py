@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
+from megatron.core.ops.expert_load_interface import ReportsExpertLoads
 from megatron.core.ops.layout_invariant_dropout import KeyedJitter
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel import collectives
@@ -35,7 +36,7 @@ class Routing(NamedTuple):
     kept: Tensor | None  # bool [s, b, K]; None: no choice is dropped
 
 
-class ParallelRouter(ChangesAtStepEnd):
+class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     """forward(x [s, b, h], rows) -> `Routing`. rows: of each sample, those that x has. Every rank that has rows of the same
     samples must call.
 
