@@ -66,7 +66,7 @@ def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
     context-parallel rank's tokens. Every tensor-parallel rank of the stage must call.
     """
     runtime = get_runtime()
-    b = runtime.config.training.micro_batch_size
+    b = runtime.micro_batch_size
     s = runtime.config.data.seq_length
     tp = runtime.mesh["tp"]
     device = runtime.device.torch_device

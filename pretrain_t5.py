@@ -73,7 +73,7 @@ def get_batch(data_iterator: Iterator | None) -> dict[str, Tensor]:
     the stage must call.
     """
     runtime = get_runtime()
-    b = runtime.config.training.micro_batch_size
+    b = runtime.micro_batch_size
     s = runtime.config.data.seq_length
     t = runtime.config.data.decoder_seq_length
     tp = runtime.mesh["tp"]

@@ -22,7 +22,7 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 PURE = """
     core.parallel.rank_grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
     core.base.dataclass_flags core.base.batch_size_schedule core.parallel.launcher_environment core.parallel.detect_lost_ranks
-    core.base.user_error_or_bug core.parallel.parallel_config core.parallel.stage_to_rank core.base.registry
+    core.base.user_error_or_bug core.parallel.parallel_config core.parallel.pipeline_layout core.parallel.stage_to_rank core.base.registry
     core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.path_or_url
     core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.comm_volume
     core.distributed.grad_count core.offload.offload_fraction core.offload.checksummed_file core.offload.offload_folder

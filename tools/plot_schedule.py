@@ -373,6 +373,15 @@ Every schedule works with tensor and sequence parallelism, ZeRO 0 to 3, tied or 
 fewer microbatches than pipeline ranks, except for the rows of the table below.
 A checkpoint of one schedule resumes under any other.
 
+`--microbatch-group-size-per-virtual-pipeline-stage` G lets G microbatches instead of p pass a chunk before the next
+chunk's turn. m must be a multiple of G or leave a last group of at least p. Of interleaved, rank r has
+2 (p - r - 1) + (v - 1) G + 1 microbatches of a chunk in flight.
+
+`--pipeline-model-parallel-layout` gives the parts of each stage, in the order of the model, in Megatron's letters:
+`'Et*3|(tt|)*6L'` is an embedding with three layers, then six stages of two, then the output layer with the loss. A
+stage may be without layers. With v times as many stages as ranks each rank has v chunks. It goes with every schedule
+and axis, and a checkpoint goes on in another layout.
+
 With zb-v, rank 0 holds both the embedding and the output layer. `--account-for-embedding-in-pipeline-split` and
 `--account-for-loss-in-pipeline-split` give it fewer layers.
 
@@ -380,7 +389,7 @@ These combinations are refused, with a message that says what to change:
 
 | schedule | refused with | reason | use instead |
 |---|---|---|---|
-| interleaved, zb-interleaved | m not a multiple of p | microbatches pass through the chunks in groups of p | zb-v, zb-h1, 1f1b |
+| interleaved, zb-interleaved | m not a multiple of p | chunks take groups of p microbatches | other groups, zb-v, zb-h1, 1f1b |
 | gpipe, 1f1b, zb-h1 | several chunks per rank | a rank has one chunk in these schedules | interleaved, zb-interleaved, zb-v |
 | zb-v | a number of chunks per rank other than two | the V has two per rank, without a flag | interleaved, zb-interleaved |
 | zb-v, or several chunks | one pipeline rank | there is no bubble | no schedule |

@@ -31,7 +31,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     config = runtime.config
     tp = runtime.mesh["tp"]
     device = runtime.device.torch_device
-    shape = (config.training.micro_batch_size, config.data.seq_length)
+    shape = (runtime.micro_batch_size, config.data.seq_length)
 
     # read
     data = None
@@ -40,7 +40,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
 
     # broadcast, integers and floats apart
     keys = ["tokens", "labels", "position_ids"]
-    if config.data.reset_attention_mask:
+    if config.data.masks_documents:
         keys.append("document_ids")
     batch: dict[str, Any] = dict(zip(keys, broadcast_batch(keys, data, torch.int64, shape, tp, device)))  # [b, s] each
     (batch["loss_mask"],) = broadcast_batch(["loss_mask"], data, torch.float32, shape, tp, device)  # [b, s]

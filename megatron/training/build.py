@@ -174,7 +174,12 @@ def build_train_valid_test_data_iterators(
     train_iters = runtime.config.train_iters(runtime.world_size)
     eval_size = runtime.config.eval_batch_size(runtime.world_size)
     sizes = requested_samples(
-        train_iters, training.eval_interval, training.eval_iters, runtime.batch_sizes.last, eval_batch_size=eval_size
+        train_iters,
+        training.eval_interval,
+        training.eval_iters,
+        runtime.batch_sizes.last,
+        eval_batch_size=eval_size,
+        start_eval_at_iter=training.start_eval_at_iter,
     )
     sizes[0] = training.train_samples or sizes[0]
     if data.full_validation:
@@ -183,15 +188,15 @@ def build_train_valid_test_data_iterators(
     # the data sets
     with collectives.raise_together(runtime.mesh["world"], runtime.device.torch_device), as_config_error():
         datasets = build_train_valid_test_datasets_provider(sizes)
-        sets = evaluated_sets("valid", datasets[1], data, runtime.samples_at_once)
+        sets = evaluated_sets("valid", datasets[1], data, runtime.config.eval_samples_at_once(runtime.world_size))
     if not runtime.mesh["tp"].is_first:
         return None, None, None
 
-    def iterate(dataset: Any) -> Iterator | None:
+    def iterate(dataset: Any, micro_batch_size: int = runtime.config.eval_micro_batch_size) -> Iterator | None:
         if dataset is None:
             return None
         samples = runtime.mesh.samples
-        return batches(dataset, 0, training.micro_batch_size, samples.rank, samples.size)
+        return batches(dataset, 0, micro_batch_size, samples.rank, samples.size)
 
     # the iterators
     valid = None
@@ -199,7 +204,7 @@ def build_train_valid_test_data_iterators(
         valid = [iterate(evaluated.samples) for evaluated in sets]
     elif sets:
         valid = iterate(sets[0].samples)
-    return iterate(datasets[0]), valid, iterate(datasets[2])
+    return iterate(datasets[0], training.micro_batch_size), valid, iterate(datasets[2])
 
 
 @accepts_defaults_only(wrap_with_ddp=True, config=None, pg_collection=None)

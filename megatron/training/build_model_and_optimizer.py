@@ -250,11 +250,17 @@ def build_optimizer(chunks: ChunksByStage, runtime: Runtime, group_of: GroupRule
     )
 
 
-def build_pipeline(chunks: ChunksByStage, runtime: Runtime, forward_step: ForwardStep) -> Pipeline:
-    """Build the pipeline that runs this rank's chunks and exchanges tensors with the neighbouring stages."""
+def build_pipeline(
+    chunks: ChunksByStage, runtime: Runtime, forward_step: ForwardStep, micro_batch_size: int | None = None
+) -> Pipeline:
+    """Build the pipeline that runs this rank's chunks and exchanges tensors with the neighbouring stages.
+
+    micro_batch_size: default: that of training.
+    """
     config = runtime.config
     tokens = config.data.seq_length // runtime.mesh.sequence.size  # of a sample on this rank
-    batch = BatchShape(config.training.micro_batch_size, runtime.num_microbatches, tokens)
+    micro_batch_size = micro_batch_size or config.training.micro_batch_size
+    batch = BatchShape(micro_batch_size, runtime.num_microbatches, tokens)
 
     # without sequence parallelism all tensor-parallel ranks have equal outputs, of which each may send a part
     copies_over = None
@@ -264,18 +270,21 @@ def build_pipeline(chunks: ChunksByStage, runtime: Runtime, forward_step: Forwar
         chunks,
         runtime.mesh,
         batch,
-        boundary=boundary_of([chunk.module for chunk in chunks.values()], runtime),
+        boundary=boundary_of([chunk.module for chunk in chunks.values()], runtime, micro_batch_size),
         forward_step=forward_step,
         keys=runtime.dropout_keys,
         weight_grads=runtime.weight_grads,
         schedule_name=config.schedule_name,
+        microbatch_group=config.parallel.microbatch_group_size_per_vp_stage,
         copies_over=copies_over,
         device=runtime.device.torch_device,
         poison=config.data_parallel.poison_released_buffers,
     )
 
 
-def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSpec, ...]:
+def boundary_of(
+    models: Iterable[nn.Module], runtime: Runtime, micro_batch_size: int | None = None
+) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors between two stages.
 
     They are those of the model's boundary(micro_batch_size, seq_length), else its hidden states, [s, b, h] or
@@ -284,7 +293,7 @@ def boundary_of(models: Iterable[nn.Module], runtime: Runtime) -> tuple[TensorSp
     Tensor-parallel ranks hold equal copies of these tensors, or parts of them under sequence parallelism.
     """
     config = runtime.config
-    micro_batch_size = config.training.micro_batch_size
+    micro_batch_size = micro_batch_size or config.training.micro_batch_size
     seq_length = config.data.seq_length
     for model in models:
         if isinstance(model, DeclaresBoundary):

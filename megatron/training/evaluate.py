@@ -41,6 +41,8 @@ def first_sample_and_microbatches(
     earlier = 0
     if evaluated.split == "valid" and iteration and config.eval_interval:
         earlier = (iteration - 1) // config.eval_interval
+        if config.start_eval_at_iter is not None:  # those before it were left out
+            earlier = max(0, earlier - (config.start_eval_at_iter - 1) // config.eval_interval)
 
     first_sample, batches = first_sample_and_batches(earlier, config.eval_iters, batch_size, len(evaluated.samples))
     return first_sample, batches * (batch_size // samples_at_once)

@@ -54,6 +54,11 @@ class Runtime:
     data_sha256: str | None = None  # of the content of the data; only on the first rank
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples of the forward that runs on this rank: in validation it may have others than in training."""
+        return get_global_state().micro_batch_size or self.config.training.micro_batch_size
+
+    @property
     def world_size(self) -> int:
         return self.mesh["world"].size
 

@@ -27,6 +27,7 @@ def samples_to_request(
         eval_batch_size=eval_size,
         iteration=state.iteration,
         consumed=state.consumed_train_samples,
+        start_eval_at_iter=training.start_eval_at_iter,
     )
     train = max(training.train_samples or train, state.requested_train_samples)
     if data.full_validation:

@@ -135,6 +135,13 @@ class Trainer:
         self.pipeline = build_pipeline(self.chunks, runtime, forward_step)
         self.pipeline.transport.connect(self.pipeline.stages.neighbours)
 
+        # validation may have microbatches of another size, and so other tensors between the stages
+        self.eval_pipeline = self.pipeline
+        if self.config.eval_micro_batch_size != self.config.training.micro_batch_size:
+            self.eval_pipeline = build_pipeline(
+                self.chunks, runtime, forward_step, micro_batch_size=self.config.eval_micro_batch_size
+            )
+
         with as_config_error():
             # load the checkpoint into model and optimizer; log_state: the saved log of an interrupted log interval
             rank_status.enter("loading the checkpoint")
@@ -288,7 +295,7 @@ class Trainer:
         building = heartbeat("building the data sets", print_rank_0)
         with collectives.raise_together(self.mesh["world"], self.device), as_config_error(), building:
             datasets = check_datasets(provider(sizes), steps, needed, state)
-            at_once = self.runtime.samples_at_once
+            at_once = self.config.eval_samples_at_once(self.runtime.world_size)
             sets = {}
             for split in ("valid", "test"):
                 sets[split] = evaluated_sets(split, datasets[split], self.config.data, at_once)
@@ -520,6 +527,8 @@ class Trainer:
         interval = self.config.training.eval_interval
         if not interval or self.state.iteration >= self.train_iters:
             return
+        if self.state.iteration < (self.config.training.start_eval_at_iter or 0):
+            return
         if self.state.iteration % interval == 0:
             self._validate("valid", at_end=False)
             self._evaluate_tasks(at_end=False)
@@ -537,10 +546,10 @@ class Trainer:
                 self.state.iteration,
                 self.config.training,
                 self.eval_batch_size,
-                self.runtime.samples_at_once,
+                self.config.eval_samples_at_once(self.runtime.world_size),
             )
             losses = evaluate(
-                self.pipeline,
+                self.eval_pipeline,
                 lambda first: self._iterators(evaluated.split, evaluated.samples, first),
                 num_microbatches=num_microbatches,
                 first_sample=first_sample,
@@ -567,12 +576,12 @@ class Trainer:
             if self.non_loss.collect is not None:
                 data = self.non_loss.collect(self.model)
             else:
-                self.pipeline.run(
+                self.eval_pipeline.run(
                     self._iterators(evaluated.split, evaluated.samples, first_sample),
                     first_sample,
                     training=False,
-                    num_microbatches=min(num_microbatches, self.pipeline.batch.num_microbatches),
-                    forward_step=keep_reports(self.pipeline.forward_step, data, non_loss=True),
+                    num_microbatches=min(num_microbatches, self.eval_pipeline.batch.num_microbatches),
+                    forward_step=keep_reports(self.eval_pipeline.forward_step, data, non_loss=True),
                 )
         if is_last_rank():
             self.non_loss.process(data, self.state.iteration, None)
@@ -596,6 +605,8 @@ class Trainer:
         before that call.
         """
         samples = self.mesh.samples
+        training = self.config.training
+        micro_batch_size = training.micro_batch_size if split == "train" else self.config.eval_micro_batch_size
         iterators: dict[int, Iterator | None] = {}
         for stage in self.chunks:
             iterators[stage] = None
@@ -605,7 +616,7 @@ class Trainer:
                     dataset,
                     split,
                     consumed_samples=first_sample,
-                    micro_batch_size=self.config.training.micro_batch_size,
+                    micro_batch_size=micro_batch_size,
                     data_parallel_rank=samples.rank,
                     data_parallel_size=samples.size,
                     num_workers=self.config.data.num_workers,

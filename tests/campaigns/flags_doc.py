@@ -3,6 +3,8 @@
 python tests/campaigns/flags_doc.py
 """
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(1, str(ROOT / "tests" / "support"))
 sys.path.insert(2, str(ROOT / "tests" / "campaigns"))
 
-from megatron.core.base.dataclass_flags import default_text, flags_of, metavar_of  # noqa: E402
+from megatron.core.base.dataclass_flags import default_of, default_text, flags_of, metavar_of  # noqa: E402
 from megatron.training.arguments.help import FlagGroup, by_reason, flag_groups, meaning_of_shorthand  # noqa: E402
 from megatron.training.arguments.ignored_and_refused_flags import (  # noqa: E402
     NO_EFFECT,
@@ -82,6 +84,34 @@ REFUSED_HEAD = """
 """
 
 
+CHANGED_HEAD = """
+### Defaults that Megatron's releases changed
+
+Of the releases core 0.12.0 to 0.19.0; a default holds from the release before it on. A script that relies on another one should say it.
+
+| flag | defaults in Megatron | here |
+|---|---|---|
+"""
+
+
+def changed_defaults_table() -> Iterator[str]:
+    """Yield a row for each flag, of the record of releases, whose default changed."""
+    settings = {flag: field for group in flag_groups() for _, field in group.fields for flag in flags_of(field)}
+    _, *rows = json.loads((ROOT / "tests" / "megatron_flags.json").read_text())
+    for flag, forms in rows:
+        defaults: list[tuple[str, str]] = []
+        for _, _, _, _, default, _, first, _ in forms:
+            text = json.dumps(default).strip('"') or "empty"
+            if not defaults or defaults[-1][1] != text:
+                defaults.append((first, text))
+        if len(defaults) > 1 and not re.search("moe|expert", flag):
+            shown = ", ".join(f"{first}: `{text}`" for first, text in defaults)
+            here = "no setting, see above"
+            if flag in settings:
+                here = f"`{default_text(settings[flag]) or json.dumps(default_of(settings[flag]))}`"
+            yield f"| `{flag}` | {cell(shown)} | {cell(here)} |\n"
+
+
 def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -125,6 +155,8 @@ def document() -> str:
             *others_table(WARNED),
             REFUSED_HEAD,
             *others_table(REFUSED),
+            CHANGED_HEAD,
+            *changed_defaults_table(),
         ]
     )
 

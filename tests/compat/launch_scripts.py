@@ -41,10 +41,8 @@ PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
 OUT_OF_SCOPE = {
     "experts": ("--num-experts", "--moe-use-upcycling"),
     "fp8": ("--fp8-format", "--fp8-e4m3", "--fp8-hybrid", "--fp4-format"),
-    "FSDP": ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
     "latent attention": ("--multi-latent-attention",),
     "multi-token prediction": ("--mtp-num-layers",),
-    "layout strings": ("--pipeline-model-parallel-layout",),
 }
 
 

@@ -1,14 +1,18 @@
 """Megatron's own parser of one release judges command lines: the launch scripts of that release that it accepts itself.
 
     python -I megatron_arguments.py TREE < COMMANDS.json > VERDICTS.json
+    python -I megatron_arguments.py TREE --flags > FLAGS.json
 
 TREE: the files of a release. COMMANDS.json: a list of [program, words, ranks, environment]. VERDICTS.json: for each null if the
-release's `parse_args` and `validate_args` accept it, otherwise the last line of what they say. A script of its own, in a process of
+release's `parse_args` and `validate_args` accept it, otherwise the last line of what they say. FLAGS.json: for each flag of the release's
+`add_megatron_arguments` a list of name, the attribute it sets, its number of values (0: a switch), type, choices and default, and
+for a switch the value that it sets. A script of its own, in a process of
 its own: that package is called `megatron`, as ours is.
 
 The parser runs on a CPU. Packages that are not installed are replaced by doubles, and the device by one of NVIDIA's Hopper.
 """
 
+import argparse
 import contextlib
 import importlib.abc
 import importlib.machinery
@@ -138,6 +142,34 @@ def problem_of(arguments: Any, program: str, words: list[str], ranks: int) -> st
     return None
 
 
+def plain(value: Any) -> Any:
+    """Return a default or a choice as JSON has it; of an enumeration's member its name."""
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return str(value) if value != value or abs(value) == float("inf") else value
+    return getattr(value, "name", None) or str(value)
+
+
+def flags_of_release(arguments: Any) -> list[list[Any]]:
+    """Return [flag, attribute, number of values, type, choices, default, value of a switch] of each spelling of each flag."""
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        count = 1 if action.nargs is None else action.nargs
+        kind = getattr(action.type, "__name__", None) or (str(action.type) if action.type else "")
+        choices = [plain(choice) for choice in action.choices] if action.choices else []
+        for flag in action.option_strings:
+            is_off = isinstance(action, argparse.BooleanOptionalAction) and flag.startswith("--no-")
+            sets = None if count else plain(not is_off if action.const is None else action.const)
+            found.append([flag, action.dest, count, kind, choices, plain(action.default), sets])
+    return found
+
+
 if __name__ == "__main__":
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: MagicMock(major=9, minor=0)
@@ -150,6 +182,9 @@ if __name__ == "__main__":
     sys.modules["pkg_resources"] = types.SimpleNamespace(packaging=packaging)
     sys.meta_path.insert(0, DoubleOfMissing(missing))
     arguments_module = load_arguments()
+    if "--flags" in sys.argv:
+        print("\n" + json.dumps(flags_of_release(arguments_module)))
+        raise SystemExit
     environment = dict(os.environ)
     verdicts = []
     for program, words, ranks, variables in json.load(sys.stdin):

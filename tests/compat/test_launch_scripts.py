@@ -1,4 +1,4 @@
-"""The collector of Megatron's launch scripts sees what they start; with a clone: at least 95 % of those in scope are accepted.
+"""The collector of Megatron's launch scripts sees what they start; with a clone: at least 98 % of those in scope are accepted.
 
 MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_launch_scripts.py -m sweep
 """
@@ -91,7 +91,7 @@ def test_megatrons_own_scripts_are_accepted():
     measured = measure(CLONE, Path(tempfile.mkdtemp()))
     totals = measured.totals
     assert totals["scripts"] > 700
-    assert totals["accepted"] >= 0.95 * totals["in scope"], measured.reasons.most_common(20)
+    assert totals["accepted"] >= 0.98 * totals["in scope"], measured.reasons.most_common(20)
 
 
 def flags_passed(tree: Path) -> dict[tuple[str, str], set[str]]:

@@ -85,7 +85,14 @@ _JOINT_PROPERTIES = {
 }
 # Settings of training, which do not change what the weights compute.
 _NOT_OF_THE_MODEL = {
-    *("hidden_dropout", "attention_dropout", "init_method_std", "attention_backend", "make_vocab_size_divisible_by"),
+    *(
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "attention_backend",
+        "make_vocab_size_divisible_by",
+        "pad_vocab_size",
+    ),
     *(f.name for kind in (LossConfig, PrecisionConfig, RecomputeConfig) for f in fields(kind)),
     *("compile", "init_method_xavier_uniform", "embedding_init_method_std"),
     # of experts: losses, precision and dispatch

@@ -83,6 +83,11 @@ class DataConfig(FlagConfig):
         False, "restart position ids, and with them rotary angles, after each end-of-document token"
     )
     reset_attention_mask: bool = option(False, "attend within a document only")
+    dataloader_inter_document_masking: bool = option(
+        False,
+        "attend within a document only and restart position ids at each document, where documents are those of the data "
+        "files, whether or not they end with a token",
+    )
     full_validation: bool = option(
         False, "each validation reads every sample of the validation set once, instead of --eval-iters batches"
     )
@@ -96,6 +101,11 @@ class DataConfig(FlagConfig):
         "names of the validation sets in the logs, with --multiple-validation-sets; default: 0, 1, ...",
         metavar="NAME",
     )
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether a token attends to its own document only."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking
 
     def problems(self) -> Iterator[str]:
         for name in ("data_path", *_SPLIT_PATHS):

@@ -7,7 +7,7 @@ the number of samples consumed.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class TokenRules:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    inter_document_masking: bool = False
     tokenizer: str = "the tokenizer of this run"
     pad_is_text: bool = False
     without_row: Mapping[int, str] = field(default_factory=dict, hash=False)
@@ -68,7 +69,7 @@ class TokenRules:
     @property
     def finds_documents(self) -> bool:
         """Whether a setting depends on where documents end."""
-        return any(getattr(self, name) for name in _EOD_SETTINGS)
+        return self.inter_document_masking or any(getattr(self, name) for name in _EOD_SETTINGS)
 
     @property
     def padding(self) -> int | None:
@@ -78,14 +79,15 @@ class TokenRules:
         return self.pad_id
 
 
-def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
+def training_item(text: np.ndarray, rules: TokenRules, lengths: Sequence[int] | None = None) -> dict[str, np.ndarray]:
     """Make the arrays of one sample from its s + 1 tokens `text`; labels are the inputs shifted by one.
 
     text: int64 [s + 1]. tokens, labels, position_ids: int64 [s]. loss_mask: float32 [s], 0 where the label is padding
     and, with eod_mask_loss, where the input ends a document. Padding is FILLED and `rules.padding`; it becomes token 0,
     which every vocabulary has.
 
-    A document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask
+    lengths: tokens of each document in `text`, which inter_document_masking goes by; without them, as in the other
+    settings, a document ends with its eod token. With reset_position_ids the position after it is 0. With reset_attention_mask
     there is also document_ids, int64 [s]: which document of the sample each token belongs to. Example, eod E and s = 6:
 
         tokens         a b E c d E
@@ -99,8 +101,12 @@ def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
 
     # the documents of the sample
     begins = np.append(False, tokens[:-1] == rules.eod_id)  # [s], the first token of each document but the first
+    if rules.inter_document_masking and lengths is not None:
+        starts = np.cumsum(lengths)  # [documents], of all but the first
+        begins = np.zeros(len(tokens), bool)
+        begins[starts[starts < len(tokens)]] = True
     document_ids = np.cumsum(begins)  # [s]
-    if rules.reset_position_ids:
+    if rules.reset_position_ids or rules.inter_document_masking:
         starts = np.append(0, np.flatnonzero(begins))  # [documents]
         position_ids -= starts[document_ids]
     if rules.eod_mask_loss:
@@ -113,7 +119,7 @@ def training_item(text: np.ndarray, rules: TokenRules) -> dict[str, np.ndarray]:
     labels[np.isin(labels, padding)] = 0
 
     item = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
-    if rules.reset_attention_mask:
+    if rules.reset_attention_mask or rules.inter_document_masking:
         item["document_ids"] = document_ids
     return item
 
@@ -142,11 +148,11 @@ class GPTDataset:
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        tokens = self._read_tokens(int(self.indices.shuffle_index[i]))  # [s + 1], fewer where the data end
+        tokens, lengths = self._read_tokens(int(self.indices.shuffle_index[i]))  # [s + 1], fewer where the data end
         text = np.full(self.seq_length + 1, FILLED, np.int64)  # [s + 1]
         if self.fim is None:
             text[: len(tokens)] = tokens
-            return training_item(text, self.rules)
+            return training_item(text, self.rules, lengths)
 
         # fill in the middle; where the rearranged text is shorter, it is padded, and the padding gives no loss
         rearranged = self.fim.rearrange(tokens, i)
@@ -155,8 +161,8 @@ class GPTDataset:
         item["loss_mask"][max(len(rearranged) - 1, 0) :] = 0.0  # label j is token j + 1
         return item
 
-    def _read_tokens(self, k: int) -> np.ndarray:
-        """Read the seq_length + 1 tokens of sample k, fewer where the data end."""
+    def _read_tokens(self, k: int) -> tuple[np.ndarray, list[int]]:
+        """Read the seq_length + 1 tokens of sample k, fewer where the data end; also the tokens of each document."""
         first_position, first_offset = self.indices.sample_index[k].tolist()
         last_position, last_offset = self.indices.sample_index[k + 1].tolist()
         parts = []
@@ -172,7 +178,9 @@ class GPTDataset:
             parts.append(self.indexed.get(document, offset, length))
             places.append((document, offset))
         rules = self.rules
-        return concatenate_checked(parts, places, self.indexed, rules.vocab_size, rules.tokenizer, rules.without_row)
+        lengths = [len(part) for part in parts]
+        tokens = concatenate_checked(parts, places, self.indexed, rules.vocab_size, rules.tokenizer, rules.without_row)
+        return tokens, lengths
 
 
 @dataclass(eq=False)
@@ -329,6 +337,7 @@ def token_rules(config: DataConfig, tokenizer: Any) -> TokenRules:
         eod_mask_loss=config.eod_mask_loss,
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
+        inter_document_masking=config.dataloader_inter_document_masking,
         tokenizer=tokenizer_name(tokenizer),
         pad_is_text=pad_is_text(tokenizer),
         without_row=ids_without_row(tokenizer),

@@ -125,16 +125,19 @@ def requested_samples(
     eval_batch_size: int | None = None,
     iteration: int = 0,
     consumed: int = 0,
+    start_eval_at_iter: int | None = None,
 ) -> list[int]:
     """Return the samples that a run draws from [train, valid, test].
 
     eval_batch_size: global batch size of validation and test; default: that of training. Validation runs every
     `eval_interval` iterations and once at the end. A run resumed at `iteration` has `consumed` samples behind it, in
-    batches of perhaps another size; they count too.
+    batches of perhaps another size; they count too. start_eval_at_iter: no validation before this iteration; Megatron
+    counts it as one of those that are left out, if it is a multiple of the interval.
     """
     evaluations = 1
     if eval_interval:
         evaluations += max(train_iters, iteration) // eval_interval
+        evaluations = max(1, evaluations - (start_eval_at_iter or 0) // eval_interval)
     train = consumed + max(train_iters - iteration, 0) * global_batch_size
     test = eval_iters * (eval_batch_size or global_batch_size)
     return [train, evaluations * test, test]

@@ -27,7 +27,13 @@ class SentenceSamples(SampleKind):
 
 
 # Flags about several documents in a sample, and about GPT's order: these samples have neither.
-_GPT_SETTINGS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "epoch_stable_order")
+_GPT_SETTINGS = (
+    "eod_mask_loss",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "dataloader_inter_document_masking",
+    "epoch_stable_order",
+)
 
 
 def gpt_flag_problems(config: DataConfig, model: str) -> list[str]:

@@ -37,6 +37,12 @@ class DataParallelConfig(FlagConfig):
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
         None, "the ZeRO stage, by Megatron-FSDP's names: no_shard: 0; optim: 1; optim_grads: 2; optim_grads_params: 3"
     )
+    use_megatron_fsdp: bool = option(
+        False,
+        "fully sharded data parallelism: ZeRO stage 3, or the stage of --data-parallel-sharding-strategy",
+        flags=("--use-megatron-fsdp", "--use-custom-fsdp"),
+    )
+    use_torch_fsdp2: bool = option(False, "fully sharded data parallelism by its name in PyTorch: ZeRO stage 3")
     num_distributed_optimizer_instances: Count = option(
         1, "number of groups of data-parallel ranks; each group has a full set of shards (hybrid sharding)"
     )
@@ -119,13 +125,17 @@ class DataParallelConfig(FlagConfig):
                     )
 
     def _requested_stages(self) -> dict[str, int]:
-        """Return the stages that --zero-stage and --data-parallel-sharding-strategy name, by flag with value."""
+        """Return the stages that --zero-stage, --data-parallel-sharding-strategy and FSDP name, by flag with value."""
         requested = {}
         if self.zero_stage is not None:
             requested[f"--zero-stage {self.zero_stage}"] = self.zero_stage
         strategy = self.data_parallel_sharding_strategy
         if strategy in _STAGE_OF:
             requested[f"--data-parallel-sharding-strategy {strategy}"] = _STAGE_OF[strategy]
+        elif self.use_megatron_fsdp:
+            requested["--use-megatron-fsdp"] = 3
+        if self.use_torch_fsdp2:
+            requested["--use-torch-fsdp2"] = 3
         return requested
 
     @cached_property

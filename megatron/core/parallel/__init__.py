@@ -1,7 +1,7 @@
 """The ranks of a job form groups, and send tensors to one another over them.
 
 rank_grid, stage_to_rank, sequence_shard,  axes, stages, shards of a sequence, sizes: integers (no torch)
-parallel_config
+parallel_config, pipeline_layout
 mesh, global_state                         the axes of this rank, and those of the process, which Megatron's functions
                                            read
 collectives                                every collective and transfer, recorded in a ledger; no other file

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, option
+from megatron.core.parallel.pipeline_layout import read_layout
 from megatron.core.parallel.rank_grid import ORDER, AxisSizes
 
 _UNEVEN_STAGES = (
@@ -58,6 +59,21 @@ class ParallelConfig(FlagConfig):
         "(two chunks per rank, placed in a V; has the smallest bubble and uses as much memory as 1f1b), or the name of "
         "a schedule that the script registers; default: 1f1b, or interleaved with several chunks per rank",
     )
+    microbatch_group_size_per_vp_stage: Count | None = option(
+        None,
+        "microbatches that pass a model chunk before its rank turns to the next chunk, in the schedules interleaved and "
+        "zb-interleaved; the microbatches of a step must be a multiple of it, or leave a last group of at least the "
+        "pipeline size. Default: the pipeline size",
+        flags=("--microbatch-group-size-per-virtual-pipeline-stage",),
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None,
+        "parts of each pipeline stage, in the order of the model: E embedding, t layer, L output layer and loss, with | "
+        "between two stages; x*n and (...)*n repeat: 'Et*3|(tt|)*6L'. With several times as many stages as pipeline "
+        "ranks, each rank has that many chunks",
+        metavar="TEXT",
+        read=read_layout,
+    )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers on the first pipeline rank; default: an equal share"
     )
@@ -94,6 +110,15 @@ class ParallelConfig(FlagConfig):
                 f"--pipeline-model-parallel-split-rank {split} divides encoder and decoder each evenly among its "
                 f"ranks, which contradicts {' and '.join(uneven)}; leave out one or the other"
             )
+        if self.pipeline_model_parallel_layout is not None:
+            chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+            names = (*chunks, "pipeline_model_parallel_split_rank", *_UNEVEN_STAGES)
+            others = [flag_of(name) for name in names if getattr(self, name)]
+            if others:
+                yield (
+                    f"--pipeline-model-parallel-layout gives the layers of every stage, which contradicts "
+                    f"{' and '.join(others)}; leave out one or the other"
+                )
         if None not in (self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank):
             yield (
                 "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank exclude each "

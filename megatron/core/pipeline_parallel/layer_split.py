@@ -1,7 +1,9 @@
 """The model's layers are split into pipeline stages."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 
+from megatron.core.parallel.pipeline_layout import LAYOUT_FLAG, stages_of_layout
 from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 _FIRST = "--decoder-first-pipeline-num-layers"
@@ -78,6 +80,35 @@ def split_two_stacks(encoder: int, decoder: int, stages: StageMap, split: int) -
         raise ValueError("\n".join(problems))
     counts = [encoder // split] * split + [decoder // (num_stages - split)] * (num_stages - split)
     return _ranges(counts)
+
+
+def split_by_layout(layout: str | Sequence[Sequence[str]], num_layers: int, num_stages: int) -> list[range]:
+    """Return the layer numbers, over the whole model, of each stage of a pipeline layout.
+
+    The stages are those of the model's order: chunk 0 of every rank, then chunk 1 of every rank. A stage may be without
+    layers; the embedding is in the first, and the loss in the last.
+
+        Ett|ttt|L on 3 stages       0 1    2 3 4    -
+
+    Raises ValueError if the layout is for other sizes, or has its parts in another order.
+    """
+    stages = stages_of_layout(layout)
+    parts = "".join(stages)
+    said = f"pipeline: {LAYOUT_FLAG} {layout}"
+    problems = []
+    if len(stages) != num_stages:
+        problems.append(f"{said} has {len(stages)} stages, but the pipeline has {num_stages}; change one")
+    if "m" in parts:
+        problems.append(f"{said}: prediction of several tokens (m) is not built yet; leave it out")
+    if parts.count("E") != 1 or not stages[0].startswith("E"):
+        problems.append(f"{said} must have one E, the embedding, at the start of its first stage; move it there")
+    if parts.count("L") != 1 or not stages[-1].endswith("L"):
+        problems.append(f"{said} must have one L, the loss, at the end of its last stage; move it there")
+    if parts.count("t") != num_layers:
+        problems.append(f"{said} has {parts.count('t')} layers, but --num-layers is {num_layers}; change one")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return _ranges([stage.count("t") for stage in stages])
 
 
 def _ranges(counts: list[int]) -> list[range]:

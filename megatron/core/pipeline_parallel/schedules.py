@@ -89,6 +89,7 @@ class Pipeline:
     chunks: by stage, each a DistributedDataParallel or a plain module.
     boundary: the tensors that pass between stages; the ranks of `copies_over` hold equal copies.
     keys: dropout keys; default: all keys of the chunks.
+    microbatch_group: of a schedule whose chunks take turns, the microbatches of a turn; default: the pipeline size.
     poison: see `Transport`.
     """
 
@@ -103,6 +104,7 @@ class Pipeline:
         keys: SampleDropoutKeys | None = None,
         weight_grads: WeightGradStore | None = None,
         schedule_name: str = "1f1b",
+        microbatch_group: int | None = None,
         copies_over: Axis | None = None,
         device: torch.device | str = "cpu",
         poison: bool = False,
@@ -118,6 +120,7 @@ class Pipeline:
         self.forward_step = forward_step
         self.weight_grads = weight_grads or WeightGradStore()
         self.schedule_name = schedule_name
+        self.microbatch_group = microbatch_group
         self.around: Callable[[Action], AbstractContextManager] = nullcontext  # entered for each action
         self._schedules: dict[bool, tuple[int, Schedule]] = {}  # training -> (number of microbatches, lowered schedule)
 
@@ -170,7 +173,13 @@ class Pipeline:
             device=self.device,
         )
         schedule = self.schedule(num_microbatches, training=training)
-        return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
+        state = get_global_state()
+        before = state.micro_batch_size
+        state.micro_batch_size = self.batch.micro_batch_size
+        try:
+            return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
+        finally:
+            state.micro_batch_size = before
 
     def schedule(self, num_microbatches: int | None = None, *, training: bool = True) -> Schedule:
         """Return the lowered lists of all pipeline ranks, cached for the last number of microbatches.
@@ -193,7 +202,7 @@ class Pipeline:
     def _training_schedule(self, m: int) -> Schedule:
         """Return the compute actions of a step of m microbatches. ValueError if their stages are on other ranks."""
         name = self.schedule_name
-        schedule = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks))
+        schedule = make_schedule(name, self.mesh["pp"].size, m, len(self.chunks), self.microbatch_group)
         if stages_in(schedule) != self.stages:
             raise ValueError(
                 f"{name}: with {m} microbatches the schedule places its stages on other ranks than the model has them "
@@ -304,6 +313,7 @@ def run_step(
     non_loss: bool = False,
     loss_scale: float | None = None,
     before_reduce: Callable[[list[nn.Module]], Any] | None = None,
+    microbatch_group: int | None = None,
     device: torch.device | str = "cpu",
 ) -> list[Any]:
     """Run one step. Return the microbatches' reports on the last stage, [] on others. Every rank must call.
@@ -315,6 +325,7 @@ def run_step(
     non_loss: the reports are loss_func(output, non_loss_data=True).
     loss_scale: the gradients stay multiplied by it.
     before_reduce(chunks): called before the reduction ends.
+    microbatch_group: of several chunks, see `Pipeline`.
 
     Gradients accumulate in the chunks' buffers (in `.grad` without DistributedDataParallel), are summed over
     data-parallel ranks and divided by the tokens of the step.
@@ -330,6 +341,7 @@ def run_step(
         boundary=boundary,
         forward_step=keep_reports(forward_step, reports, non_loss=non_loss),
         schedule_name="1f1b" if len(chunks) == 1 else "interleaved",
+        microbatch_group=microbatch_group,
         device=device,
     )
     data = dict(zip(local_stages, data_iterators, strict=True))
@@ -437,6 +449,7 @@ def forward_backward(
         non_loss=collect_non_loss_data,
         loss_scale=loss_scale,
         before_reduce=before_reduce,
+        microbatch_group=_config_of(chunks[0], "microbatch_group_size_per_vp_stage"),
         device=state.device,
     )
     if trains:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megatron.core.base.dataclass_flags import (
     BelowOne,
+    ConfigError,
     Count,
     FlagConfig,
     NotNegative,
@@ -61,6 +62,11 @@ class ShapeConfig(FlagConfig):
     )
     make_vocab_size_divisible_by: Count = option(
         128, "pad the vocabulary to a multiple of this number times the tensor-parallel size"
+    )
+    pad_vocab_size: bool = option(
+        True,
+        "do not pad the vocabulary, which then must be a multiple of the tensor-parallel size",
+        flags=("--no-pad-vocab-size", "--disable-pad-vocab-size"),
     )
     hidden_dropout: BelowOne = option(
         0.1, "dropout probability after the embedding and after each attention and MLP block"
@@ -199,6 +205,16 @@ class ShapeConfig(FlagConfig):
         return max(1, tensor_parallel_size // self.query_groups)
 
     def padded_vocab_size(self, vocab_size: int, tensor_parallel_size: int) -> int:
-        """Return the rows of the embedding weight over all ranks, with padding."""
+        """Return the rows of the embedding weight over all ranks, with padding.
+
+        Raises ConfigError if there may be no padding, and the ranks do not divide the vocabulary.
+        """
+        if not self.pad_vocab_size:
+            if vocab_size % tensor_parallel_size:
+                raise ConfigError(
+                    f"--no-pad-vocab-size: the vocabulary of {vocab_size} must be a multiple of "
+                    f"--tensor-model-parallel-size ({tensor_parallel_size}); leave out --no-pad-vocab-size or change the size"
+                )
+            return vocab_size
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-vocab_size // multiple) * multiple

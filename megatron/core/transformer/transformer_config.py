@@ -34,7 +34,6 @@ NOT_BUILT = {
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "no_rope_freq": None,
-    "pipeline_model_parallel_layout": None,
     "qk_clip": False,
     "qk_l2_norm": False,
     "rotary_interleaved": False,

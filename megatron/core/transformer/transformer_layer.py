@@ -24,7 +24,7 @@ from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.parallel.global_state import get_global_state
-from megatron.core.pipeline_parallel.layer_split import split_layers
+from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
@@ -435,15 +435,19 @@ def layers_of_stage(config: Any, num_layers: int | None = None, vp_stage: int | 
     """
     state = get_global_state()
     stages = state.mesh.stages
-    layers = split_layers(
-        num_layers or config.num_layers,
-        len(stages.ranks),
-        stages=stages,
-        first=getattr(config, "num_layers_in_first_pipeline_stage", None),
-        last=getattr(config, "num_layers_in_last_pipeline_stage", None),
-        embedding_as_layer=getattr(config, "account_for_embedding_in_pipeline_split", False),
-        loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
-    )
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        layers = split_by_layout(layout, num_layers or config.num_layers, len(stages.ranks))
+    else:
+        layers = split_layers(
+            num_layers or config.num_layers,
+            len(stages.ranks),
+            stages=stages,
+            first=getattr(config, "num_layers_in_first_pipeline_stage", None),
+            last=getattr(config, "num_layers_in_last_pipeline_stage", None),
+            embedding_as_layer=getattr(config, "account_for_embedding_in_pipeline_split", False),
+            loss_as_layer=getattr(config, "account_for_loss_in_pipeline_split", False),
+        )
     stages_of_rank = stages.of_rank(state.mesh["pp"].rank)  # one for each virtual stage
     position = (state.virtual_rank or 0) if vp_stage is None else vp_stage
     return layers[stages_of_rank[position]]

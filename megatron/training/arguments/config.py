@@ -26,8 +26,9 @@ from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
 from megatron.core.parallel.device_config import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
+from megatron.core.parallel.pipeline_layout import LAYOUT_FLAG, stages_of_layout
 from megatron.core.parallel.stage_to_rank import StageMap
-from megatron.core.pipeline_parallel.layer_split import split_layers, split_two_stacks
+from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.schedule.registry import default_chunks, stage_map
 from megatron.core.storage.path_or_url import is_url
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
@@ -80,6 +81,12 @@ class TrainingConfig(FlagConfig):
     eval_global_batch_size: Count | None = option(
         None, "samples per global batch of validation and test; default: --global-batch-size"
     )
+    eval_micro_batch_size: Count | None = option(
+        None, "samples per forward of validation and test on each data-parallel rank; default: --micro-batch-size"
+    )
+    start_eval_at_iter: Count | None = option(
+        None, "no validation before this iteration; default: from the first --eval-interval on"
+    )
     skip_train: bool = option(False, "only validate and test the loaded weights")
     exit_interval: Count | None = option(None, "save and exit after an iteration divisible by this")
     exit_duration_in_mins: NotNegative | None = option(None, "save and exit after this many minutes")
@@ -112,6 +119,11 @@ class CheckpointConfig(FlagConfig):
         "checkpoint folder, or its URL, to resume from. If the folder is empty, the run starts at iteration 0; so it "
         "does if the folder is also the --save folder and has no checkpoint yet",
         metavar="DIR",
+    )
+    override_ckpt_iteration: WholeNumber | None = option(
+        None,
+        "number of the iteration as which a loaded checkpoint counts: steps and training samples are counted from there, "
+        "while the learning rate goes on from the checkpoint's place in its schedule",
     )
     save_interval: Count | None = option(
         None,
@@ -238,6 +250,11 @@ class CheckpointConfig(FlagConfig):
                 f"--dist-ckpt-strictness {self.dist_ckpt_strictness} returns names to a program that calls "
                 f"megatron.core.dist_checkpointing.load, which a training run is not; give {instead}, which logs them"
             )
+        if self.override_ckpt_iteration is not None and self.finetune:
+            yield (
+                "--override-ckpt-iteration says at which iteration a run goes on, but --finetune starts at iteration 0; "
+                "leave one of them out"
+            )
         kind = self.non_persistent_ckpt_type
         interval = self.non_persistent_save_interval
         if kind == "in_memory":
@@ -314,6 +331,7 @@ class CheckpointConfig(FlagConfig):
             "--resize-token-embeddings": self.resize_token_embeddings is not None,
             "--allow-rope-change": self.allow_rope_change,
             "--allow-missing-tensors": self.allow_missing_tensors,
+            "--override-ckpt-iteration": self.override_ckpt_iteration is not None,
             "--dist-ckpt-strictness": self.dist_ckpt_strictness != "raise_all",
         }
         return {flag: "nothing is loaded without --load" for flag, given in about_loading.items() if given}
@@ -351,6 +369,15 @@ class Config:
     def samples_at_once(self, world_size: int) -> int:
         """Return the samples of one microbatch over all data-parallel ranks; a step's batch is a multiple of it."""
         return self.training.micro_batch_size * self.data_parallel_size(world_size)
+
+    @property
+    def eval_micro_batch_size(self) -> int:
+        """Samples of one rank's forward of validation and test."""
+        return self.training.eval_micro_batch_size or self.training.micro_batch_size
+
+    def eval_samples_at_once(self, world_size: int) -> int:
+        """Return the samples of one microbatch of validation and test over all data-parallel ranks."""
+        return self.eval_micro_batch_size * self.data_parallel_size(world_size)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Return the global batch size of each step. Raises ConfigError for an invalid ramp or table."""
@@ -406,6 +433,15 @@ class Config:
         """Model chunks (virtual stages) per pipeline rank. Raises ConfigError if the layers do not divide into them."""
         parallel = self.parallel
         num_layers = self.transformer.all_layers
+        if parallel.pipeline_model_parallel_layout is not None:
+            parts = stages_of_layout(parallel.pipeline_model_parallel_layout)
+            chunks, rest = divmod(len(parts), parallel.pipeline_model_parallel_size)
+            if rest:
+                raise ConfigError(
+                    f"{LAYOUT_FLAG} {parallel.pipeline_model_parallel_layout} has {len(parts)} stages; it must be a multiple "
+                    f"of --pipeline-model-parallel-size ({parallel.pipeline_model_parallel_size}); change one"
+                )
+            return chunks
         if parallel.num_layers_per_virtual_pipeline_stage is None:
             return parallel.num_virtual_stages_per_pipeline_rank or default_chunks(parallel.pipeline_schedule)
         per_pass = parallel.num_layers_per_virtual_pipeline_stage * parallel.pipeline_model_parallel_size
@@ -425,6 +461,12 @@ class Config:
         split = parallel.pipeline_model_parallel_split_rank
         if split is not None and model.decoder_layers:
             return split_two_stacks(model.num_layers, model.decoder_layers, self.stages, split)
+        if parallel.pipeline_model_parallel_layout is not None:
+            if model.decoder_layers:
+                raise ValueError(
+                    f"pipeline: {LAYOUT_FLAG} is for a model of one stack; leave it out for an encoder and decoder"
+                )
+            return split_by_layout(parallel.pipeline_model_parallel_layout, model.all_layers, self.stages.last + 1)
         return split_layers(
             model.all_layers,
             self.stages.last + 1,
@@ -456,7 +498,7 @@ class Config:
 
         They need not where attention stays within documents, since scores depend on the distances of tokens alone.
         """
-        restarts = self.data.reset_position_ids and not self.data.reset_attention_mask
+        restarts = self.data.reset_position_ids and not self.data.masks_documents
         return restarts and bool(self.transformer.ropes)
 
     @property

@@ -37,8 +37,15 @@ NOT_COMPARED_PARTS = {
 }
 NOT_COMPARED = {
     "layout: every layout gives the numbers of one process": (
-        *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "make_vocab_size_divisible_by"),
+        *(
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "ddp_bucket_size",
+            "make_vocab_size_divisible_by",
+            "pad_vocab_size",
+        ),
         *("use_distributed_optimizer", "zero_stage", "data_parallel_sharding_strategy"),
+        *("use_megatron_fsdp", "use_torch_fsdp2"),
         *("num_distributed_optimizer_instances", "outer_dp_sharding_strategy"),
     ),
     "the global batch size in force is compared": ("micro_batch_size", "global_batch_size"),
@@ -60,7 +67,7 @@ NOT_COMPARED = {
         "test_mode",
         *("check_weight_hash_across_dp_replicas_interval", "check_state_hash_interval", "rerun_mode", "bad_step_dir"),
         *("rerun_interval", "error_injection_rate", "error_injection_type"),
-        "eval_global_batch_size",
+        *("eval_global_batch_size", "eval_micro_batch_size", "start_eval_at_iter"),
         *("full_validation", "multiple_validation_sets", "validation_set_names"),
     ),
     "how samples are read, not which": ("data_cache_path", "mmap_bin_files", "num_workers"),

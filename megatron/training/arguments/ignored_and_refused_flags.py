@@ -80,7 +80,15 @@ NO_EFFECT = by_flag(
     ),
     OtherFlags(
         "--compile regions fuses this work, for all kinds at once",
-        switches=("--no-bias-dropout-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"),
+        switches=(
+            "--no-bias-dropout-fusion",
+            "--no-bias-gelu-fusion",
+            "--no-bias-swiglu-fusion",
+            "--no-rope-fusion",
+            "--disable-jit-fuser",
+            "--fused-residual-rmsnorm",
+            "--use-transformer-engine-op-fuser",
+        ),
     ),
     OtherFlags(
         "kernels are chosen by what the device can do",
@@ -92,7 +100,9 @@ NO_EFFECT = by_flag(
             "--no-scaled-masked-softmax-fusion",
             "--scaled-masked-softmax-fusion",
             "--scaled-upper-triang-masked-softmax-fusion",
+            "--use-grouped-gemm-for-dense-mlp",
         ),
+        values={"--flash-attention-version": "N"},
     ),
     OtherFlags("the fused attention kernel is used wherever it can do the work", switches=("--use-flash-attn",)),
     OtherFlags(
@@ -140,6 +150,7 @@ NO_EFFECT = by_flag(
         "every stage starts its reduction when it is ready",
         switches=(
             "--no-align-grad-reduce",
+            "--disable-align-grad-reduce",
             "--no-align-param-gather",
             "--delay-grad-reduce",
             "--no-delay-grad-reduce",
@@ -148,7 +159,7 @@ NO_EFFECT = by_flag(
     ),
     OtherFlags(
         "the all-reduce overlaps the weight gradient, which changes no number",
-        switches=("--no-async-tensor-model-parallel-allreduce",),
+        switches=("--no-async-tensor-model-parallel-allreduce", "--disable-async-tensor-model-parallel-allreduce"),
     ),
     OtherFlags(
         "transfers between stages are always begun early and waited for late",
@@ -169,10 +180,6 @@ NO_EFFECT = by_flag(
         switches=("--overlap-param-gather-with-optimizer-step",),
     ),
     OtherFlags(
-        "the chunks of a rank take turns after as many microbatches as there are stages, which changes no number",
-        values={"--microbatch-group-size-per-virtual-pipeline-stage": "N"},
-    ),
-    OtherFlags(
         "tensor-parallel communication and products are overlapped where the code can, which changes no number",
         switches=(
             "--tp-comm-overlap",
@@ -187,6 +194,12 @@ NO_EFFECT = by_flag(
             "--tp-comm-bulk-wgrad",
             "--tp-comm-split-ag",
             "--tp-comm-split-rs",
+            "--no-tp-comm-bulk-dgrad",
+            "--no-tp-comm-bulk-wgrad",
+            "--no-tp-comm-overlap-ag",
+            "--no-tp-comm-overlap-rs",
+            "--no-tp-comm-split-ag",
+            "--no-tp-comm-split-rs",
         ),
         values={"--tp-comm-overlap-cfg": "FILE", "--tp-comm-bootstrap-backend": "NAME"},
     ),
@@ -199,6 +212,8 @@ NO_EFFECT = by_flag(
             "--use-sharp",
             "--disable-gloo-process-groups",
             "--enable-gloo-process-groups",
+            "--create-all-gather-group",
+            "--high-priority-a2a-comm-stream",
         ),
         values={
             "--pipeline-model-parallel-comm-backend": "NAME",
@@ -207,10 +222,13 @@ NO_EFFECT = by_flag(
         },
         lists={"--high-priority-stream-groups": "NAME"},
     ),
-    OtherFlags("memory stays as it is", switches=("--no-clone-scatter-output-in-embedding",)),
+    OtherFlags(
+        "memory stays as it is",
+        switches=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding"),
+    ),
     OtherFlags(
         "Python collects its garbage as it always does",
-        switches=("--manual-gc", "--no-manual-gc-eval"),
+        switches=("--manual-gc", "--no-manual-gc-eval", "--disable-manual-gc-eval"),
         values={"--manual-gc-interval": "N"},
     ),
     OtherFlags("every rank keeps in step with its device as it is", values={"--train-sync-interval": "N"}),
@@ -226,6 +244,11 @@ NO_EFFECT = by_flag(
     ),
     OtherFlags("one process builds all indices", values={"--num-dataset-builder-threads": "N"}),
     OtherFlags(
+        "an index is read as it is needed, and --data-cache-path keeps the order of samples, which changes no number",
+        switches=("--dataloader-defer-npy-index-mmap", "--dataloader-fast-cache-load"),
+        values={"--per-dataset-sequences-path": "FILE"},
+    ),
+    OtherFlags(
         "an epoch of --dataloader-type cyclic is shuffled as a whole, in every layout", switches=("--no-data-sharding",)
     ),
     OtherFlags(
@@ -235,6 +258,17 @@ NO_EFFECT = by_flag(
     OtherFlags(
         "a tokenizer is its files, and no code that comes with them is run",
         switches=("--legacy-tokenizer", "--trust-remote-code"),
+    ),
+    OtherFlags(
+        "data files hold token ids: pretraining turns no text into tokens, and a chat into none",
+        switches=(
+            "--tokenizer-hf-include-special-tokens",
+            "--tokenizer-hf-no-include-special-tokens",
+            "--tokenizer-hf-use-fast",
+            "--tokenizer-hf-no-use-fast",
+            "--tokenizer-sentencepiece-legacy",
+        ),
+        values={"--chat-template": "TEXT"},
     ),
     # ---- checkpoints
     OtherFlags(
@@ -253,7 +287,18 @@ NO_EFFECT = by_flag(
             "--dist-ckpt-optim-fully-reshardable",
             "--distrib-optim-fully-reshardable-mem-efficient",
             "--ckpt-convert-update-legacy-dist-opt-format",
+            "--disable-ckpt-fully-parallel-save",
         ),
+        values={
+            "--ckpt-fully-parallel-save-process-group": "NAME",
+            "--ckpt-fully-parallel-load-process-group": "NAME",
+            "--ckpt-fully-parallel-load-exchange-algo": "NAME",
+            "--dist-ckpt-workers": "N",
+        },
+    ),
+    OtherFlags(
+        "every load checks that each part of each tensor is there once",
+        switches=("--no-ckpt-load-validate-sharding-integrity", "--disable-ckpt-load-validate-sharding-integrity"),
     ),
     OtherFlags(
         "masters that are not loaded are made from the weights as they were saved, with all their digits",
@@ -265,7 +310,7 @@ NO_EFFECT = by_flag(
     OtherFlags(
         "--async-save writes in one way, in a process of its own",
         switches=("--async-ckpt-use-cpu-shm",),
-        values={"--async-strategy": "NAME"},
+        values={"--async-strategy": "NAME", "--async-ckpt-cpu-priority": "N", "--async-ckpt-io-priority": "N"},
     ),
     OtherFlags(
         "every part of a checkpoint has its SHA-256 in the manifest, and is checked when it is read",
@@ -276,13 +321,23 @@ NO_EFFECT = by_flag(
         values={"--replication-jump": "N", "--replication-factor": "N"},
     ),
     OtherFlags(
-        "the tokenizer is always the command line's", switches=("--no-use-tokenizer-model-from-checkpoint-args",)
+        "the tokenizer is always the command line's",
+        switches=(
+            "--no-use-tokenizer-model-from-checkpoint-args",
+            "--disable-use-tokenizer-model-from-checkpoint-args",
+        ),
     ),
     # ---- companions of flags that are refused
     OtherFlags(
         "only fp8 and fp4 read it, and they are not built yet",
         switches=(
             "--no-fp8-wgrad",
+            "--disable-fp8-wgrad",
+            "--fp4-param-gather",
+            "--fp8-output-proj",
+            "--no-stream-ckpt-dequant",
+            "--disable-stream-ckpt-dequant",
+            "--keep-fp8-transpose-cache-when-using-custom-fsdp",
             "--fp8-param-gather",
             "--fp8-param",
             "--first-last-layers-bf16",
@@ -299,6 +354,8 @@ NO_EFFECT = by_flag(
             "--num-layers-at-start-in-bf16": "N",
             "--num-layers-at-end-in-bf16": "N",
             "--fp4-recipe": "NAME",
+            "--fp4-quantizer-factory": "NAME",
+            "--fp8-quantizer-factory": "NAME",
         },
     ),
     OtherFlags(
@@ -306,16 +363,28 @@ NO_EFFECT = by_flag(
         switches=("--use-torch-optimizer-for-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
     ),
     OtherFlags(
-        "host memory that an accelerator reads is pinned", switches=("--no-pin-cpu-grads", "--no-pin-cpu-params")
+        "host memory that an accelerator reads is pinned",
+        switches=("--no-pin-cpu-grads", "--no-pin-cpu-params", "--cpu-offloading-retain-pinned-cpu-buffers"),
     ),
     OtherFlags(
-        "only fully sharded data parallelism reads it, and that is not built yet",
-        switches=("--fsdp-double-buffer", "--enable-full-sharding-in-hsdp", "--torch-fsdp2-no-reshard-after-forward"),
+        "ZeRO 3 has buffers and an order of its own, which change no number",
+        switches=(
+            "--fsdp-double-buffer",
+            "--fsdp-db-use-persist-buf-on-alloc-fail",
+            "--fsdp-manual-registration",
+            "--megatron-fsdp-enable-fine-grained-param-gather",
+            "--megatron-fsdp-max-pool-double-buffer",
+            "--torch-fsdp2-no-reshard-after-forward",
+        ),
         values={"--suggested-communication-unit-size": "N"},
     ),
     OtherFlags(
+        "--num-distributed-optimizer-instances with --outer-dp-sharding-strategy optim shards over all groups",
+        switches=("--enable-full-sharding-in-hsdp",),
+    ),
+    OtherFlags(
         "only multi-latent attention reads it, and that is not built yet",
-        switches=("--cache-mla-latents",),
+        switches=("--cache-mla-latents", "--mla-down-proj-fusion"),
         values={
             "--q-lora-rank": "N",
             "--kv-lora-rank": "N",
@@ -330,7 +399,15 @@ NO_EFFECT = by_flag(
     OtherFlags(
         "only state-space models read it, and they are not built yet",
         switches=("--disable-mamba-mem-eff-path",),
-        values={"--mamba-state-dim": "N", "--mamba-head-dim": "N", "--mamba-num-groups": "N", "--mamba-num-heads": "N"},
+        values={
+            "--mamba-state-dim": "N",
+            "--mamba-head-dim": "N",
+            "--mamba-num-groups": "N",
+            "--mamba-num-heads": "N",
+            "--mamba-inference-conv-states-dtype": "NAME",
+            "--mamba-inference-ssm-states-dtype": "NAME",
+            "--mamba-training-ssm-states-dtype": "NAME",
+        },
     ),
     OtherFlags(
         "only retrieval reads it, and that is not built yet",
@@ -401,6 +478,25 @@ NO_EFFECT = by_flag(
             "--rl-inference-logprobs-is-correction",
             "--rl-calculate-intra-group-similarity",
             "--rl-use-sequence-packing",
+            "--no-rl-calculate-intra-group-similarity",
+            "--no-rl-inference-logprobs-is-correction",
+            "--rl-offload-inference-model-weights-when-idle",
+            "--no-rl-offload-inference-model-weights-when-idle",
+            "--no-rl-offload-kv-cache-during-training",
+            "--no-rl-partial-rollouts",
+            "--rl-persist-cuda-graphs",
+            "--no-rl-persist-cuda-graphs",
+            "--no-rl-remove-kv-cache-during-training",
+            "--no-rl-reset-cuda-graphs",
+            "--rl-skip-bos-token",
+            "--no-rl-skip-bos-token",
+            "--rl-training-cuda-graphs",
+            "--no-rl-training-cuda-graphs",
+            "--no-rl-use-sequence-packing",
+            "--rl-verify-model-weights-swap",
+            "--no-rl-verify-model-weights-swap",
+            "--rl-profile",
+            "--use-same-sampling-seed-across-dp-ranks",
         ),
         values={
             "--rl-prompts-per-eval": "N",
@@ -419,7 +515,25 @@ NO_EFFECT = by_flag(
             "--rl-importance-sampling-truncation-coef": "X",
             "--rl-sequence-packing-bin-size": "N",
             "--rl-sequence-packing-algo": "NAME",
+            "--refit-method": "NAME",
+            "--rl-consumption-granularity": "NAME",
+            "--rl-default-temperature": "X",
+            "--rl-default-top-k": "N",
+            "--rl-default-top-p": "X",
+            "--rl-generation-batch-size": "N",
+            "--rl-generation-lag": "N",
+            "--rl-inference-model-unified-memory-level": "N",
+            "--rl-inference-pipeline-model-parallel-size": "N",
+            "--rl-inference-tensor-model-parallel-size": "N",
+            "--rl-kv-cache-management-mode": "NAME",
+            "--rl-num-parallel-generation-batches": "N",
+            "--rl-num-parallel-generations": "N",
+            "--rl-parallel-generation-tasks": "N",
+            "--rl-profile-dir": "DIR",
+            "--rl-sequence-packing-max-sequences-per-bin": "N",
+            "--rl-submission-granularity": "NAME",
         },
+        lists={"--rl-inference-parsers": "NAME"},
     ),
     OtherFlags(
         "a whole matrix lies in one shard, and the rest is cut into equal shards",
@@ -431,9 +545,20 @@ NO_EFFECT = by_flag(
     ),
     OtherFlags(
         "only an option that is refused reads it",
-        switches=("--one-logger-async", "--inprocess-empty-cuda-cache"),
+        switches=(
+            "--one-logger-async",
+            "--inprocess-empty-cuda-cache",
+            "--mtp-detach-heads",
+            "--mtp-standalone",
+            "--mtp-use-repeated-layer",
+        ),
         values={
             "--mtp-loss-scaling-factor": "X",
+            "--mtp-hybrid-override-pattern": "TEXT",
+            "--ft-num-warmup-iters": "N",
+            "--kitchen-attention-backend": "NAME",
+            "--qk-clip-alpha": "X",
+            "--qk-clip-threshold": "X",
             "--cuda-graph-warmup-steps": "N",
             "--sft-tokenizer-prompt-format": "NAME",
             "--adlr-autoresume-interval": "N",
@@ -452,7 +577,7 @@ NO_EFFECT = by_flag(
             "--inprocess-granularity": "NAME",
             "--inprocess-active-world-size": "N",
         },
-        lists={"--mrope-section": "N", "--cuda-graph-scope": "NAME"},
+        lists={"--mrope-section": "N", "--cuda-graph-scope": "NAME", "--cuda-graph-modules": "NAME"},
     ),
     OtherFlags(
         "only inference reads it; tools/generate.py has flags of its own",
@@ -464,6 +589,21 @@ NO_EFFECT = by_flag(
             "--use-legacy-static-engine",
             "--nccl-all-reduce-for-prefill",
             "--disable-chunked-prefill",
+            "--enable-chunked-prefill",
+            "--inference-cuda-graph-all-prefills",
+            "--inference-disable-ep-consensus",
+            "--no-inference-disable-ep-consensus",
+            "--inference-disable-triton-nvls-kernels",
+            "--inference-dynamic-batching-prefix-caching",
+            "--no-inference-dynamic-batching-prefix-caching",
+            "--inference-dynamic-batching-track-generated-token-events",
+            "--inference-fuse-tp-communication",
+            "--inference-text-gen-server-logging",
+            "--no-inference-text-gen-server-logging",
+            "--inference-use-synchronous-zmq-collectives",
+            "--no-inference-use-synchronous-zmq-collectives",
+            "--inference-wandb-logging",
+            "--no-inference-wandb-logging",
         ),
         values={
             "--inference-batch-times-seqlen-threshold": "N",
@@ -483,9 +623,116 @@ NO_EFFECT = by_flag(
             "--symmetric-ar-type": "NAME",
             "--mlp-chunks-for-prefill": "N",
             "--bert-embedder-type": "NAME",
+            "--inference-coordinator-port": "N",
+            "--inference-cuda-graph-max-tokens": "N",
+            "--inference-cuda-graph-scope": "NAME",
+            "--inference-dynamic-batching-async-sched-mode": "NAME",
+            "--inference-dynamic-batching-chunk-size": "N",
+            "--inference-dynamic-batching-cuda-graph-max-tokens": "N",
+            "--inference-dynamic-batching-cuda-graph-mixed-prefill-count": "N",
+            "--inference-dynamic-batching-cuda-graph-sizing-distribution": "NAME",
+            "--inference-dynamic-batching-logprobs-mode": "NAME",
+            "--inference-dynamic-batching-mamba-memory-ratio": "X",
+            "--inference-dynamic-batching-max-requests": "N",
+            "--inference-dynamic-batching-max-tokens": "N",
+            "--inference-dynamic-batching-paused-buffer-size-gb": "X",
+            "--inference-dynamic-batching-prefix-caching-coordinator-policy": "NAME",
+            "--inference-dynamic-batching-prefix-caching-eviction-policy": "NAME",
+            "--inference-dynamic-batching-prefix-caching-mamba-gb": "X",
+            "--inference-dynamic-batching-prefix-caching-routing-alpha": "X",
+            "--inference-dynamic-batching-sampling-backend": "NAME",
+            "--inference-grouped-gemm-backend": "NAME",
+            "--inference-logging-step-interval": "N",
+            "--inference-shards": "TEXT",
+            "--num-speculative-tokens": "N",
         },
     ),
+    OtherFlags(
+        "only --experimental-attention-variant reads it, and that is not built yet",
+        switches=(
+            "--dsa-indexer-k-norm-fp32",
+            "--dsa-indexer-rope-interleaved",
+            "--dsa-indexer-use-sparse-loss",
+            "--no-dsa-indexer-rotate-activation",
+            "--disable-dsa-indexer-rotate-activation",
+            "--no-dsa-indexer-scoring-relu",
+            "--disable-dsa-indexer-scoring-relu",
+        ),
+        values={
+            "--dsa-indexer-head-dim": "N",
+            "--dsa-indexer-k-norm-epsilon": "X",
+            "--dsa-indexer-loss-coeff": "X",
+            "--dsa-indexer-n-heads": "N",
+            "--dsa-indexer-skip-topk-offset": "N",
+            "--dsa-indexer-topk": "N",
+            "--dsa-indexer-topk-freq": "N",
+            "--dsa-kernel-backend": "NAME",
+            "--linear-attention-freq": "N|LIST",
+            "--linear-conv-kernel-dim": "N",
+            "--linear-key-head-dim": "N",
+            "--linear-num-key-heads": "N",
+            "--linear-num-value-heads": "N",
+            "--linear-value-head-dim": "N",
+        },
+    ),
+    OtherFlags(
+        "only --fine-grained-activation-offloading reads it, and that is not built yet",
+        switches=("--delay-offload-until-cuda-graph",),
+        values={
+            "--activation-offload-fraction": "X",
+            "--delta-offload-bytes-across-pp-ranks": "N",
+            "--fine-grained-offloading-max-inflight-offloads": "N",
+        },
+        lists={"--offload-modules": "NAME"},
+    ),
+    OtherFlags(
+        "only --logits-save-dir and --logits-load-dir read it, and distillation is not built yet",
+        switches=("--logits-load-ignore-errors",),
+        values={
+            "--logits-load-decode-threads": "N",
+            "--logits-load-kd-loss-alpha": "X",
+            "--logits-load-msc-prefetch-depth": "N",
+            "--logits-load-prefetch-factor": "N",
+            "--logits-save-dtype": "NAME",
+            "--logits-save-top-k": "N",
+            "--logits-save-top-p": "X",
+            "--logits-save-top-p-min-k": "N",
+        },
+    ),
+    OtherFlags(
+        "only --use-mup reads it, and that is not built yet",
+        values={
+            "--mup-attn-scale-power": "X",
+            "--mup-base-head-dim": "X",
+            "--mup-embedding-mult": "X",
+            "--mup-output-mult": "X",
+            "--mup-width-mult": "X",
+        },
+    ),
+    OtherFlags(
+        "only --position-embedding-type yarn reads it; here YaRN is --position-embedding-type rope --rope-scaling",
+        switches=("--yarn-correction-range-round-to-int", "--no-yarn-correction-range-round-to-int"),
+        values={"--yarn-beta-fast": "X", "--yarn-beta-slow": "X", "--yarn-original-max-position-embeddings": "N"},
+    ),
+    OtherFlags(
+        "only --flight-recorder-dump-path reads it, and that is not built yet",
+        switches=(
+            "--flight-recorder-include-stack-trace",
+            "--no-flight-recorder-dump-on-timeout",
+            "--disable-flight-recorder-dump-on-timeout",
+            "--no-flight-recorder-extra-dump-on-exec",
+            "--disable-flight-recorder-extra-dump-on-exec",
+            "--no-flight-recorder-include-only-active",
+            "--disable-flight-recorder-include-only-active",
+        ),
+        values={"--flight-recorder-trace-buffer-size": "N"},
+    ),
+    OtherFlags("nothing is exported to ONNX", values={"--onnx-safe": "BOOL"}),
     # ---- watching a run
+    OtherFlags(
+        "a run that is interrupted ends with one line and the signal's exit code in any case",
+        switches=("--exit-signal-handler-for-training",),
+    ),
     OtherFlags(
         "it is among the curves unless the --no- form is given",
         switches=("--log-learning-rate-to-tensorboard", "--log-loss-scale-to-tensorboard"),
@@ -581,7 +828,12 @@ REFUSED = by_flag(
     OtherFlags(
         "state-space models are not built yet; leave it out",
         switches=("--is-hybrid-model",),
-        values={"--hybrid-override-pattern": "TEXT", "--hybrid-attention-ratio": "X", "--hybrid-mlp-ratio": "X"},
+        values={
+            "--hybrid-override-pattern": "TEXT",
+            "--hybrid-layer-pattern": "TEXT",
+            "--hybrid-attention-ratio": "X",
+            "--hybrid-mlp-ratio": "X",
+        },
         harmless={"--hybrid-attention-ratio": ("0",), "--hybrid-mlp-ratio": ("0",)},
     ),
     OtherFlags(
@@ -613,10 +865,6 @@ REFUSED = by_flag(
     OtherFlags(
         "is not built yet; leave it out: initial weights are the same in every layout",
         switches=("--data-parallel-random-init",),
-    ),
-    OtherFlags(
-        "is not built yet; leave it out: validation takes microbatches of --micro-batch-size",
-        values={"--eval-micro-batch-size": "N"},
     ),
     OtherFlags(
         "is set by --make-vocab-size-divisible-by and the tensor-parallel size; leave it out",
@@ -684,7 +932,7 @@ REFUSED = by_flag(
     ),
     OtherFlags(
         "CUDA graphs are not built yet; leave it out, the numbers are the same",
-        switches=("--enable-cuda-graph", "--external-cuda-graph"),
+        switches=("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"),
         values={"--cuda-graph-impl": "NAME"},
         harmless={"--cuda-graph-impl": ("none",)},
     ),
@@ -705,21 +953,33 @@ REFUSED = by_flag(
             "--perform-rl-step",
             "--replication",
         ),
-        values={"--lazy-mpu-init": "X"},
+        lists={"--lazy-mpu-init": "BOOL"},
     ),
     # ---- parallelism
     OtherFlags(
-        "there is one data-parallel wrapper; use --zero-stage 3 for parameters in shards",
-        switches=("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
+        "is not built yet; leave it out, and use --zero-stage 3 to shard weights over data-parallel ranks",
+        values={"--tensor-parallel-num-weight-shards": "N"},
     ),
     OtherFlags(
-        "is not built yet; use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or the two "
-        "--account-for-...-in-pipeline-split",
-        values={"--pipeline-model-parallel-layout": "TEXT"},
+        "the parts of FSDP have one precision each; use --grad-reduce-in-bf16 for gradients that are sent, and "
+        "--main-grads-dtype bf16 for those that are summed; masters are float32",
+        values={
+            "--megatron-fsdp-grad-comm-dtype": "NAME",
+            "--megatron-fsdp-main-grads-dtype": "NAME",
+            "--megatron-fsdp-main-params-dtype": "NAME",
+        },
+        harmless={
+            "--megatron-fsdp-grad-comm-dtype": ("fp32",),
+            "--megatron-fsdp-main-grads-dtype": ("fp32",),
+            "--megatron-fsdp-main-params-dtype": ("fp32",),
+        },
+    ),
+    OtherFlags(
+        "use --pipeline-model-parallel-layout, which gives the embedding a stage of its own: 'E|tt|ttL'",
+        switches=("--standalone-embedding-stage",),
     ),
     OtherFlags(
         "a decoder on ranks of its own is not built yet; leave it out",
-        switches=("--standalone-embedding-stage",),
         values={"--encoder-tensor-model-parallel-size": "N", "--encoder-pipeline-model-parallel-size": "N"},
         harmless={"--encoder-tensor-model-parallel-size": ("0",), "--encoder-pipeline-model-parallel-size": ("0",)},
     ),
@@ -736,7 +996,13 @@ REFUSED = by_flag(
     ),
     OtherFlags(
         "the tokenizer is what --tokenizer-type and its files say; leave it out",
-        values={"--tokenizer-metadata": "FILE"},
+        switches=(
+            "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
+            "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+        ),
+        values={"--tokenizer-metadata": "FILE", "--null-tokenizer-pad-id": "N"},
+        lists={"--tokenizer-special-tokens": "TOKEN"},
+        harmless={"--null-tokenizer-pad-id": ("-1",)},
     ),
     OtherFlags(
         "data are read from local files; copy them, and give --data-path and --data-cache-path",
@@ -745,12 +1011,110 @@ REFUSED = by_flag(
     # ---- checkpoints
     OtherFlags(
         "its format is not built; leave it out, and use --dist-ckpt-strictness log_all to load what a checkpoint has",
-        switches=("--no-strict-fsdp-dtensor-load",),
+        switches=("--no-strict-fsdp-dtensor-load", "--disable-strict-fsdp-dtensor-load"),
     ),
     OtherFlags(
         "other formats are not built yet; leave it out",
         switches=("--dist-ckpt-save-pre-mcore-014",),
         values={"--ckpt-convert-format": "NAME", "--ckpt-convert-save": "DIR"},
+    ),
+    OtherFlags(
+        "NVIDIA's multi-storage client is not used; leave it out: --save and --load take s3:// URLs themselves",
+        switches=("--enable-msc",),
+    ),
+    OtherFlags(
+        "checkpoints of its own kind are not read; leave it out, and see docs/models.md for those that are",
+        switches=("--load-model-opt-format",),
+    ),
+    # ---- of core 0.16 to 0.19
+    OtherFlags(
+        "is not built yet; leave it out: another kind of attention would be another model",
+        switches=("--attention-output-gate", "--use-kitchen-attention"),
+        values={"--experimental-attention-variant": "NAME"},
+    ),
+    OtherFlags(
+        "is not built yet; leave it out, or use --attn-logit-softcapping or --qk-layernorm against large scores",
+        switches=("--qk-clip",),
+    ),
+    OtherFlags("is not measured; leave it out, or use --qk-layernorm", switches=("--log-max-attention-logit",)),
+    OtherFlags(
+        "weight decay is for tensors of two dimensions or more; leave it out",
+        switches=("--apply-wd-to-qk-layernorm",),
+        values={"--no-weight-decay-cond-type": "NAME"},
+    ),
+    OtherFlags(
+        "is not built yet; leave it out: the last digits of a product may depend on the size of a microbatch",
+        switches=("--batch-invariant-mode",),
+    ),
+    OtherFlags(
+        "use --tiled-mlp N, which computes the MLP in N tiles, also in validation",
+        values={"--mlp-chunks-for-training": "N"},
+        harmless={"--mlp-chunks-for-training": ("1",)},
+    ),
+    OtherFlags(
+        "is not built yet; use --cpu-offloading-num-layers N, which offloads the activations of whole layers",
+        switches=("--fine-grained-activation-offloading",),
+    ),
+    OtherFlags(
+        "leave it out: gradients are accumulated in float32 unless --main-grads-dtype bf16 is given",
+        lists={"--ddp-param-name-patterns-for-fp32-local-accumulation": "TEXT"},
+    ),
+    OtherFlags(
+        "is not built yet; leave it out: the weights would not be trained. --skip-train evaluates them",
+        switches=("--freeze-all-layers",),
+    ),
+    OtherFlags(
+        "is not built yet; leave it out: the order of samples of one phase does not depend on the others",
+        values={"--phase-transition-iterations": "LIST"},
+    ),
+    OtherFlags(
+        "distillation is not built yet; leave it out", values={"--logits-save-dir": "DIR", "--logits-load-dir": "DIR"}
+    ),
+    OtherFlags(
+        "is not built yet; leave it out: python pretrain_gpt.py ... --world-size N plans a run of N processes",
+        switches=("--fake-process-group",),
+    ),
+    OtherFlags(
+        "no faults are injected; leave it out, or use --error-injection-rate with --rerun-interval",
+        values={
+            "--fault-injector-delay-start-iteration": "N",
+            "--fault-injector-fault-delay": "X",
+            "--fault-injector-fault-probabilities": "LIST",
+            "--fault-injector-fault-types": "LIST",
+            "--fault-injector-mtti-seconds": "X",
+            "--fault-injector-num-ranks": "N",
+            "--fault-injector-offset-seconds": "X",
+            "--fault-injector-ranks": "LIST",
+            "--fault-injector-seed": "N",
+        },
+    ),
+    OtherFlags(
+        "is not built yet; leave it out, and use --log-straggler, which compares the ranks in each step",
+        values={"--gpu-sniff-test-interval": "N"},
+    ),
+    OtherFlags(
+        "is not written; leave it out: --hang-timeout N names the rank and the call that a job hangs in",
+        values={"--flight-recorder-dump-path": "DIR"},
+    ),
+    OtherFlags("is not logged; use --log-memory-to-tensorboard", switches=("--log-device-memory-used",)),
+    OtherFlags(
+        "is not in the trace of --profile; leave it out",
+        switches=(
+            "--nvtx-ranges",
+            "--record-shapes",
+            "--pytorch-profiler-collect-callstack",
+            "--pytorch-profiler-collect-chakra",
+            "--pytorch-profiler-collect-shapes",
+        ),
+    ),
+    OtherFlags(
+        "is not written; leave it out, or use --inspect N, which logs figures of weights, gradients and activations",
+        values={
+            "--save-activations-interval": "N",
+            "--save-dgrads-interval": "N",
+            "--save-params-interval": "N",
+            "--save-wgrads-interval": "N",
+        },
     ),
     # ---- flags of forks
     OtherFlags(

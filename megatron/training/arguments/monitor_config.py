@@ -103,7 +103,11 @@ class TensorBoardConfig(FlagConfig):
         "do not log the learning rate",
         flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
-    log_loss_scale_to_tensorboard: bool = option(True, "do not log the loss scale")
+    log_loss_scale_to_tensorboard: bool = option(
+        True,
+        "do not log the loss scale",
+        flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+    )
     log_validation_ppl_to_tensorboard: bool = option(False, "log validation perplexity")
     log_memory_to_tensorboard: bool = option(False, "log device memory")
     log_world_size_to_tensorboard: bool = option(False, "log the world size")

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import default_of, flags_of, option_fields
 from megatron.core.optimizer.muon_config import MuonConfig
+from megatron.core.pipeline_parallel.schedule.registry import has_groups
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _MUON = (*(field.name for field in option_fields(MuonConfig)), "muon_scalar_optimizer")
@@ -112,12 +113,16 @@ def _of_pipeline(config: Any) -> Iterator[Unread]:
             "account_for_loss_in_pipeline_split",
             "scatter_gather_tensors_in_pipeline",
             "num_layers_per_virtual_pipeline_stage",
+            "pipeline_model_parallel_layout",
             "use_tp_pp_dp_mapping",
         )
         yield parallel, of_stages, "there is one stage with --pipeline-model-parallel-size 1"
     elif parallel.tensor_model_parallel_size == 1:
         why = "each stage has one tensor-parallel rank, which sends all"
         yield parallel, ("scatter_gather_tensors_in_pipeline",), why
+    if not has_groups(config.schedule_name):
+        why = f"chunks do not take turns in groups with --pipeline-schedule {config.schedule_name}"
+        yield parallel, ("microbatch_group_size_per_vp_stage",), why
 
 
 def _of_optimizer(config: Any) -> Iterator[Unread]:
@@ -202,7 +207,10 @@ def _of_skipped_training(config: Any) -> Iterator[Unread]:
 
 def _of_validation(config: Any) -> Iterator[Unread]:
     if not config.validates:
-        yield config.training, ("eval_interval",), "there is no validation with --eval-iters 0"
+        of_validation = ("eval_interval", "eval_micro_batch_size", "start_eval_at_iter")
+        yield config.training, of_validation, "there is no validation with --eval-iters 0"
+    elif not config.training.eval_interval:
+        yield config.training, ("start_eval_at_iter",), "with --eval-interval 0 validation comes after training"
 
 
 def _of_absent_flags(config: Any) -> Iterator[Unread]:

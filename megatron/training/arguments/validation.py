@@ -9,7 +9,7 @@ from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, o
 from megatron.core.base.user_error_or_bug import is_user_error
 from megatron.core.dist_checkpointing.manifest_format import iteration_of
 from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
-from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
+from megatron.core.pipeline_parallel.schedule.registry import unchecked_step
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
@@ -248,6 +248,11 @@ def _data_problems(config: Config, _: int) -> Iterator[str]:
             "--full-validation with --mock-data, which has no end, reads --eval-iters batches, but --eval-iters is "
             "0; raise --eval-iters"
         )
+    if config.fim.fim_data and data.dataloader_inter_document_masking:
+        yield (
+            "--dataloader-inter-document-masking goes by the lengths of documents, which --fim-data changes; use "
+            "--reset-attention-mask and --reset-position-ids, which look for the token that ends a document"
+        )
     if config.fim.fim_data and config.data.mock_data:
         yield "--fim-data reorders text, but --mock-data has no text; leave one of them out"
 
@@ -437,13 +442,14 @@ def _batch_problems(config: Config, world_size: int) -> list[str]:
             f"{actions:,} forwards and backwards over all stages, above the limit of {_MOST_ACTIONS:,}; lower it, or raise "
             "--micro-batch-size or the number of data-parallel ranks"
         ]
+    group = parallel.microbatch_group_size_per_vp_stage
     for size in sorted(set(sizes)):
         microbatches = size // config.samples_at_once(world_size)
         try:
             if size in (min(sizes), max(sizes)):  # two sizes are enough to show a wrong schedule
-                make_schedule(config.schedule_name, stages, microbatches, chunks)
+                make_schedule(config.schedule_name, stages, microbatches, chunks, group)
             else:
-                SCHEDULES[config.schedule_name](stages, microbatches, chunks)
+                unchecked_step(config.schedule_name, stages, microbatches, chunks, group)
         except ValueError as error:
             if not is_user_error(error):
                 raise
@@ -458,7 +464,16 @@ def _size_problem(config: Config, sizes: list[int], world_size: int) -> str | No
     at_once = config.samples_at_once(world_size)
     ranks = config.data_parallel_size(world_size)
     product = f"{at_once} = --micro-batch-size ({training.micro_batch_size}) x data-parallel size ({ranks})"
-    if training.eval_global_batch_size is not None and training.eval_global_batch_size % at_once:
+    eval_at_once = config.eval_samples_at_once(world_size)
+    eval_size = training.eval_global_batch_size or sizes[-1]
+    if config.validates and training.eval_micro_batch_size is not None and eval_size % eval_at_once:
+        flag = "--global-batch-size" if training.eval_global_batch_size is None else "--eval-global-batch-size"
+        return (
+            f"{flag} ({eval_size}) must be a multiple of {eval_at_once} = --eval-micro-batch-size "
+            f"({training.eval_micro_batch_size}) x data-parallel size ({ranks}), since validation takes as many samples at "
+            "once; change one, or give --eval-global-batch-size"
+        )
+    if training.eval_global_batch_size is not None and training.eval_global_batch_size % eval_at_once:
         return f"--eval-global-batch-size ({training.eval_global_batch_size}) must be a multiple of {product}"
     if training.decrease_batch_size_if_needed:
         if all(sizes):

@@ -13,7 +13,7 @@ No generator state is saved: random numbers follow from the seed and the positio
 import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -413,7 +413,29 @@ def _load_checkpoint(
     if loads_what_it_saves(config):
         ancestors = {*checkpoint.state.get("checkpoints", ()), train.iteration}
         train.checkpoints = sorted(ancestors & set(saved_iterations(path_of(config.load))))
+    if config.override_ckpt_iteration is not None:
+        _override_iteration(train, config.override_ckpt_iteration, runtime, checkpoint.state)
     return train, checkpoint.state["log"]
+
+
+def _override_iteration(train: TrainState, iteration: int, runtime: Runtime, saved: Mapping[str, Any]) -> None:
+    """Let a loaded run go on as from another iteration, for --override-ckpt-iteration.
+
+    Raises ConfigError if steps had another size, since then the samples before that iteration are not known.
+    """
+    before = saved.get("global_batch_size", runtime.global_batch_size)
+    if before != runtime.global_batch_size:
+        raise ConfigError(
+            f"--override-ckpt-iteration counts samples in steps of --global-batch-size ({runtime.global_batch_size}), but the "
+            f"checkpoint's run had steps of {before}; give --global-batch-size {before}, or leave it out"
+        )
+    consumed = runtime.batch_sizes.consumed_after(0, iteration)
+    print_rank_0(
+        f"the checkpoint of iteration {train.iteration} counts as that of iteration {iteration}: training goes on at sample "
+        f"{consumed} instead of {train.consumed_train_samples}"
+    )
+    train.iteration = iteration
+    train.consumed_train_samples = consumed
 
 
 def _parameter_of(name: str) -> str:

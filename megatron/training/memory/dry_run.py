@@ -447,11 +447,12 @@ def _planned_microbatches(runtime: Runtime) -> int:
     """
     config = runtime.config
     m = max(runtime.batch_sizes.sizes) // runtime.samples_at_once
-    p = config.parallel.pipeline_model_parallel_size
+    # chunks take turns after as many microbatches as there are stages, or after a group of the user's size
+    at_once = config.parallel.microbatch_group_size_per_vp_stage or config.parallel.pipeline_model_parallel_size
     per_rank = 4 if config.chunks_per_rank > 1 else 2
-    if config.schedule_name == "gpipe" or m < (per_rank + 2) * p:
+    if config.schedule_name == "gpipe" or m < (per_rank + 2) * at_once:
         return m
-    return per_rank * p
+    return per_rank * at_once
 
 
 def _microbatches_to_run(config: Config, mesh: Mesh, batch: BatchShape) -> set[int]:

@@ -31,7 +31,9 @@ def build_tokenizer(args: Any, **kwargs: Any) -> Tokenizer:
     names = [one.name for one in fields(TokenizerConfig) if values.get(one.name) is not None]
     tokenizer = build(TokenizerConfig(**{name: values[name] for name in names}))
     if values.get("padded_vocab_size") is None:
-        multiple = values.get("make_vocab_size_divisible_by", 128) * values.get("tensor_model_parallel_size", 1)
+        multiple = 1
+        if values.get("pad_vocab_size", True):
+            multiple = values.get("make_vocab_size_divisible_by", 128) * values.get("tensor_model_parallel_size", 1)
         args.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
     return tokenizer
 

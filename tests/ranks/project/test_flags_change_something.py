@@ -38,6 +38,8 @@ VALUES = {
     "--eval-global-batch-size": "8",
     "--train-iters": "3",
     "--eval-interval": "1",
+    "--start-eval-at-iter": "3",
+    "--pipeline-model-parallel-layout": "EttL",
     "--exit-interval": "3",
     "--exit-signal": "SIGUSR1",
     "--lr-decay-iters": "3",
@@ -112,7 +114,7 @@ ELSEWHERE = {
         "--distributed-timeout-minutes --no-check-memory --exit-duration-in-mins --exit-signal-handler "
         "--decrease-batch-size-if-needed --poison-released-buffers"
     ),
-    "speed or memory": "--num-workers --empty-unused-memory-level --recompute-modules --tiled-mlp --tiled-loss --recompute-granularity",
+    "speed or memory": "--eval-micro-batch-size --num-workers --empty-unused-memory-level --recompute-modules --tiled-mlp --tiled-loss --recompute-granularity",
     "which process this is, or how it joins others": "--local-rank --distributed-backend --cp-comm-type",
     "which number ends a document, in files and in generated text": "--null-tokenizer-eod-id",
 }

@@ -33,6 +33,10 @@ RECORD = json.loads((Path(__file__).parents[2] / "memory_record.json").read_text
 
 
 TINY = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 30 --bf16 "
+LAYOUT_STRING = (  # a stage without layers, and groups of three of the twelve microbatches that are planned for twenty-four
+    "--attention-dropout 0 --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett||t|tL "
+    "--global-batch-size 24 --microbatch-group-size-per-virtual-pipeline-stage 3"
+)
 
 
 @pytest.fixture
@@ -55,6 +59,7 @@ def flags_of(record: dict) -> str:
     [
         ("--attention-dropout 0 --zero-stage 2", 4, 1),
         pytest.param("--attention-dropout 0 --cpu-half-products widened", 1, 0, marks=pytest.mark.full),
+        *[pytest.param(LAYOUT_STRING, 2, rank, marks=pytest.mark.full) for rank in (0, 1)],
     ],
 )
 def test_a_rank_takes_what_is_predicted(flags: str, world_size: int, rank: int):

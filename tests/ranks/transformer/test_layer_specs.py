@@ -139,7 +139,7 @@ def forward_step(data, model):
     return out, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
 
-def trained(mesh, name, steps=2, sp=False):
+def trained(mesh, name, steps=2, sp=False, layout=None):
     """(losses, parameters) after two steps of gradient descent."""
     pp = mesh["pp"]
     config = TransformerConfig(
@@ -150,6 +150,7 @@ def trained(mesh, name, steps=2, sp=False):
         pipeline_dtype=torch.float64,
         init_method_std=0.3,
         sequence_parallel=sp,
+        pipeline_model_parallel_layout=layout,
     )
     get_global_state().seed = 1
     ends = {"pre_process": pp.rank == 0, "post_process": pp.rank == pp.size - 1}
@@ -251,3 +252,14 @@ def test_a_scripts_layers_rotate_by_the_models_positions():
 def test_a_config_divides_the_sequence_outside_of_a_run(name):
     ranks = run_ranks({"tp": 2}, lambda mesh: trained(mesh, name, steps=1, sp=True))
     assert ranks[0][0] == pytest.approx(one_process(name)[0][:2], rel=1e-10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["E|ttL", [["embedding", "decoder", "decoder"], ["loss"]]], ids=["text", "list"])
+def test_the_config_of_a_model_may_have_a_pipeline_layout(layout):
+    expected_losses, expected = one_process("a layer")
+    outcomes = run_ranks({"pp": 2}, lambda mesh: trained(mesh, "a layer", layout=layout))
+    assert outcomes[-1][0] == pytest.approx(expected_losses, rel=1e-12)
+    got = put_together([pieces for _, pieces in outcomes])
+    assert got.keys() == expected.keys()
+    assert max((got[name] - tensor).abs().max() for name, tensor in expected.items()) <= 1e-12

@@ -122,6 +122,28 @@ def test_a_document_ends_with_its_eod_token(tokens, positions, documents):
     assert all(np.array_equal(item[key], plain[key]) for key in ("tokens", "labels", "loss_mask"))
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_documents_are_masked_by_the_files_with_or_without_tokens_that_end_them(tmp_path, ends):
+    """The lengths are those of the documents that lie end to end, as Megatron core 0.19 counts them for its cu_seqlens."""
+    dice = random.Random(1)
+    documents = [[dice.choice(range(98)) for _ in range(dice.randrange(1, 12))] + [EOD] * ends for _ in range(60)]
+    write(tmp_path / "text", [[document] for document in documents])
+    data = types.SimpleNamespace(prefix=str(tmp_path / "text"), cache=tmp_path / "cache")
+    config = config_of(data, split="1,0,0", dataloader_inter_document_masking=True)
+    train, _, _ = build_gpt_datasets(config, TOKENIZER, [20, 0, 0], 1234)
+    order = build_indices(train.indexed.sequence_lengths, IndexRequest((0, 60), 20, S, 1234)).document_index
+    number = [place for place, d in enumerate(order) for _ in documents[d]]  # of each token's document in the stream
+    within = [at for d in order for at in range(len(documents[d]))]
+    for i, k in enumerate(train.indices.shuffle_index.tolist()):
+        numbers = number[k * S : k * S + S]
+        item = train[i]
+        assert item["document_ids"].tolist() == [one - numbers[0] for one in numbers]
+        starts = [at == 0 or numbers[at] != numbers[at - 1] for at in range(S)]
+        first = max(0, next((at for at in range(1, S) if starts[at]), S))
+        assert item["position_ids"].tolist() == [*range(first), *within[k * S + first : k * S + S]]
+        assert item["loss_mask"].all()
+
+
 def test_splits_share_no_document(data):
     for dataset, ids in zip(build(data), (range(48), range(48, 54), range(54, 60))):
         assert set(dataset.indices.document_index.tolist()) == set(ids)

@@ -27,16 +27,20 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> Schedule:
     return _alternate(p, m, 1, warmup=lambda rank: p - rank - 1)
 
 
-def interleaved(p: int, m: int, v: int) -> Schedule:
+def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
     """Interleaved 1F1B over v chunks per rank (arXiv:2104.04473, section 2.2.2).
 
-    1/v of the bubble for v times the transfers. m must be a multiple of p. The first backward reaches `rank` after
-    microbatch 0 has passed all chunks, (v - 1) * p forwards, and has gone to the last rank and back, 2 * (p - rank - 1)
-    steps. The warm-up fills that time with forwards, where 1F1B waits: so v = 1 has more microbatches in flight than
-    `one_f_one_b` for the same bubble.
+    1/v of the bubble for v times the transfers. The first backward reaches `rank` after microbatch 0 has passed all
+    chunks, (v - 1) * group forwards, and has gone to the last rank and back, 2 * (p - rank - 1) steps. The warm-up fills
+    that time with forwards, where 1F1B waits: so v = 1 has more microbatches in flight than `one_f_one_b` for the same
+    bubble.
+
+    group: the microbatches that pass a chunk before the rank turns to its next one, p to m; default p. m must be a
+    multiple of it, or leave a last group of at least p. Larger groups have more microbatches in flight; with group m
+    every m from p is possible. (Megatron: microbatch_group_size_per_vp_stage)
     """
-    _check_groups("interleaved", p, m, v, instead="1f1b")
-    return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * p)
+    group = _checked_group("interleaved", p, m, v, group, instead="1f1b")
+    return _alternate(p, m, v, warmup=lambda rank: 2 * (p - rank - 1) + (v - 1) * group, group=group)
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
@@ -54,14 +58,14 @@ def zb_h1(p: int, m: int, v: int = 1) -> Schedule:
     return split_and_defer_weight_grads(one_f_one_b(p, m), delay=lambda rank: rank)
 
 
-def zb_interleaved(p: int, m: int, v: int) -> Schedule:
+def zb_interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
     """Interleaved 1F1B whose weight gradients fill the bubble as in ZB-H1: 1/v of ZB-H1's bubble.
 
-    It takes the memory of the interleaved schedule. m must be a multiple of p. Rank r has 2r microbatches less in
-    flight than rank 0, so it can defer r of its W.
+    It takes the memory of the interleaved schedule, and its `group`. Rank r has 2r microbatches less in flight than
+    rank 0, so it can defer r of its W.
     """
-    _check_groups("zb-interleaved", p, m, v, instead="zb-v or zb-h1")
-    return split_and_defer_weight_grads(interleaved(p, m, v), delay=lambda rank: rank)
+    group = _checked_group("zb-interleaved", p, m, v, group, instead="zb-v or zb-h1")
+    return split_and_defer_weight_grads(interleaved(p, m, v, group), delay=lambda rank: rank)
 
 
 def split_and_defer_weight_grads(schedule: Schedule, delay: Callable[[int], int]) -> Schedule:
@@ -99,13 +103,16 @@ def forwards_over(stages: StageMap, m: int) -> Schedule:
     return [_in_groups(Op.F, stages.of_rank(rank), group=len(ranks), m=m) for rank in ranks]
 
 
-def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int]) -> Schedule:
-    """Return, for each rank, `warmup(rank)` forwards, then one forward and one backward in turn, then the rest."""
+def _alternate(p: int, m: int, v: int, warmup: Callable[[int], int], group: int | None = None) -> Schedule:
+    """Return, for each rank, `warmup(rank)` forwards, then one forward and one backward in turn, then the rest.
+
+    group: the microbatches that pass a chunk before the next one's turn; default p.
+    """
     schedule = []
     for rank in range(p):
         stages = loop(p, v).of_rank(rank)
-        forwards = _in_groups(Op.F, stages, group=p, m=m)
-        backwards = _in_groups(Op.B, reversed(stages), group=p, m=m)
+        forwards = _in_groups(Op.F, stages, group=group or p, m=m)
+        backwards = _in_groups(Op.B, reversed(stages), group=group or p, m=m)
         num_warmup = min(warmup(rank), len(forwards))
         actions = forwards[:num_warmup]
         for forward, backward in zip(forwards[num_warmup:], backwards):
@@ -128,11 +135,29 @@ def _in_groups(op: Op, stages: Iterable[int], *, group: int, m: int) -> list[Act
     ]
 
 
-def _check_groups(name: str, p: int, m: int, v: int, *, instead: str) -> None:
-    """Raise ValueError unless the microbatches can pass a rank's chunks in groups of p."""
+def _checked_group(name: str, p: int, m: int, v: int, group: int | None, *, instead: str) -> int:
+    """Return the size of the groups in which microbatches pass a rank's chunks.
+
+    Raises ValueError if it does not fit: a group below p would wait for its own microbatches in the next chunk.
+    """
     check_positive_sizes(name, p, m, v)
-    if m % p:
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    if group is None:
+        if m % p:
+            or_groups = f"give {flag} {m}, " if m > p else ""
+            raise ValueError(
+                f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); {or_groups}use {instead}, "
+                "or change --global-batch-size"
+            )
+        return p
+    if not p <= group <= m:
         raise ValueError(
-            f"{name}: num_microbatches ({m}) must be a multiple of the pipeline size ({p}); use {instead}, or change "
-            "--global-batch-size"
+            f"{name}: {flag} ({group}) must be at least the pipeline size ({p}) and at most num_microbatches ({m}); "
+            "change it or --global-batch-size"
         )
+    if 0 < m % group < p:
+        raise ValueError(
+            f"{name}: {flag} ({group}) leaves a last group of {m % group} of num_microbatches ({m}); it must be empty or "
+            f"at least the pipeline size ({p}): give {m}, or change --global-batch-size"
+        )
+    return group

@@ -1,9 +1,9 @@
 """Training schedules are registered by name, and checked when they are made.
 
 A name alone gives the stage map and the number of chunks per rank. `SCHEDULES` maps a name to a function (p, m, v) ->
-Schedule, which raises ValueError if the sizes do not fit. Scripts may add entries. The stage map is read from the lists
-for m = 2 p, before the number of microbatches is known, so it must be equal for all m. A schedule for one number of
-chunks per rank only has that number as the default of its v.
+Schedule, which raises ValueError if the sizes do not fit; some take `group` as a fourth. Scripts may add entries. The
+stage map is read from the lists for m = 2 p, before the number of microbatches is known, so it must be equal for all m.
+A schedule for one number of chunks per rank only has that number as the default of its v.
 """
 
 import inspect
@@ -51,12 +51,13 @@ def _stages_of(name: str, make: Callable[[int, int, int], Schedule], p: int, v: 
     return stages_in(make_step(name, p, 2 * p, v))
 
 
-def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
+def make_step(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Schedule:
     """Return SCHEDULES[name] for these sizes, checked: each action once, each stage on one rank for all m.
 
-    Raises ValueError. A script may add schedules. Without the check, a missing backward would silently drop gradients.
+    group: for a schedule with chunks that take turns (`has_groups`). Raises ValueError. A script may add schedules.
+    Without the check, a missing backward would silently drop gradients.
     """
-    schedule = SCHEDULES[name](p, m, v)
+    schedule = unchecked_step(name, p, m, v, group)
     reference = SCHEDULES[name](p, 2 * p, v)  # from which `stage_map` is read
     problems = [*_problems_of_type(schedule), *_problems_of_type(reference)][:1]
     if not problems:
@@ -71,6 +72,18 @@ def make_step(name: str, p: int, m: int, v: int = 1) -> Schedule:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{name}: {'; '.join(problems[:3])}{more}; fix SCHEDULES[{name!r}]")
     return schedule
+
+
+def unchecked_step(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Schedule:
+    """Return what SCHEDULES[name] makes for these sizes. Raises ValueError if it refuses them."""
+    if group is not None and has_groups(name):
+        return SCHEDULES[name](p, m, v, group)
+    return SCHEDULES[name](p, m, v)
+
+
+def has_groups(name: str) -> bool:
+    """Return whether a rank's chunks take turns after groups of microbatches whose size can be chosen."""
+    return name in SCHEDULES and "group" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def _problems_of_type(schedule: Any) -> Iterator[str]:

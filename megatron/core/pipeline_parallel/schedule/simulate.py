@@ -18,9 +18,9 @@ class Timeline(NamedTuple):
     end: dict[Action, float]
 
 
-def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+def make_schedule(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Schedule:
     """Return the schedule of `make_step`, which is free of deadlock. Raises ValueError otherwise."""
-    schedule = make_step(name, p, m, v)
+    schedule = make_step(name, p, m, v, group)
     try:
         simulate(schedule)
     except ValueError as error:
