@@ -803,7 +803,8 @@ REFUSED = by_flag(
     OtherFlags("was renamed; use --recompute-num-layers", values={"--activations-checkpoint-num-layers": "N"}),
     # ---- the model
     OtherFlags(
-        "a trainer does not turn a dense checkpoint into experts; leave it out", switches=("--moe-use-upcycling",)
+        "tools/checkpoint_convert.py --num-experts turns a dense checkpoint into experts, before the run; leave it out",
+        switches=("--moe-use-upcycling",),
     ),
     OtherFlags("experts in a latent width are not built yet; leave it out", values={"--moe-latent-size": "N"}),
     OtherFlags(
