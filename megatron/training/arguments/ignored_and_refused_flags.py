@@ -260,7 +260,7 @@ NO_EFFECT = by_flag(
         switches=("--legacy-tokenizer", "--trust-remote-code"),
     ),
     OtherFlags(
-        "data files hold token ids: pretraining turns no text into tokens, and a chat into none",
+        "data files hold token ids: pretraining turns no text into tokens",
         switches=(
             "--tokenizer-hf-include-special-tokens",
             "--tokenizer-hf-no-include-special-tokens",
@@ -268,7 +268,6 @@ NO_EFFECT = by_flag(
             "--tokenizer-hf-no-use-fast",
             "--tokenizer-sentencepiece-legacy",
         ),
-        values={"--chat-template": "TEXT"},
     ),
     # ---- checkpoints
     OtherFlags(
