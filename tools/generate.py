@@ -415,6 +415,8 @@ def run(settings: Settings, world: Axis) -> None:
     seconds = time.perf_counter() - start
     if note := contention.note_if_due():
         log(note)
+    if num_tokens == 0:
+        log("every text ended at once: the first token of each ends it")
     log(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s")
 
 

@@ -34,7 +34,8 @@ def find(root: Path, iteration: int | None = None) -> CheckpointChoice:
     Raises CheckpointError if there is none.
     """
     if not file_layer.is_folder(root):
-        raise CheckpointError(root, "is not a folder", f"give --load the folder that holds {manifest_format.LATEST}")
+        advice = f"give --load a folder of --save, which holds {manifest_format.LATEST}, or one of a Hugging Face model"
+        raise CheckpointError(root, "is not a folder" if file_layer.exists(root) else "does not exist", advice)
     if iteration is not None:
         return CheckpointChoice(iteration, _folder_of(root, iteration))
     latest = iteration_in_pointer_file(root)

@@ -78,7 +78,12 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults
     is_foreign_model = any(map(is_foreign, roots))
     if not is_foreign_model and given.get("load"):
         is_foreign_model = is_foreign(given["load"], given.get("ckpt_step"))
+    is_asked_for = any(given.get(name) for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"))
     if is_foreign_model:
+        given = {**given, "use_checkpoint_args": True}
+
+    # a script may have the flag among its defaults
+    if defaults.get("use_checkpoint_args") and "use_checkpoint_args" not in given:
         given = {**given, "use_checkpoint_args": True}
 
     switches = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
@@ -88,6 +93,8 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults
     # find the checkpoint and read its settings
     config = build(CheckpointConfig, dict(given))
     flag = flag_of(switches[0])
+    if is_foreign_model and not is_asked_for:
+        flag = flag_of("pretrained_checkpoint" if given.get("pretrained_checkpoint") else "load")
     start = where_to_start(config)
     if start is None:
         return Taken([], {}, [f"{flag}: {config.load} holds no checkpoint yet, so nothing is taken from it"])

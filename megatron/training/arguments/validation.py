@@ -311,7 +311,10 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     if limit is not None and model.position_embedding_type != "relative":
         for flag, tokens in lengths.items():
             if tokens is not None and limit < tokens:
-                yield f"--max-position-embeddings ({limit}) must be at least {flag} ({tokens})"
+                yield (
+                    f"--max-position-embeddings ({limit}) must be at least {flag} ({tokens}); lower {flag}, or raise the limit "
+                    "(of a published model: docs/models.md, a longer context)"
+                )
 
 
 def _optimizer_problems(config: Config, _: int) -> Iterator[str]:
