@@ -27,6 +27,7 @@ from tools.estimating.job import read
 
 TINY = "--device cpu --devices 2 --model gpt --size tiny --show 1 --yes"
 SMALL = Model("gpt", Size(4, 32, 4, 100, 16))
+SMALL_EXPERTS = Model("mixtral", Size(4, 64, 8, 100, 16, 2, 96, False, 10000, 16, 4, 2, 48))
 
 
 def work(**changed) -> Work:
@@ -56,8 +57,9 @@ def test_a_size_has_the_parameters_of_its_name(family: str, name: str):
         work(model=Model("llama", Size(6, 64, 8, 100, 16, 2, 96)), devices=8, global_batch=48, machines=2),
         work(model=Model("llama", Size(4, 96, 4, 100, 16)), machines=2),
         work(model=Model("bert", Size(4, 32, 4, 100, 16)), half=False, device="cpu"),
+        work(model=SMALL_EXPERTS),
     ],
-    ids=["gpt", "llama", "llama's own width", "bert"],
+    ids=["gpt", "llama", "llama's own width", "bert", "experts"],
 )
 def test_a_run_accepts_every_layout(job: Work):
     found = list(layouts(job))
