@@ -1,4 +1,4 @@
-"""Published sizes of GPT, BERT, Llama, Mixtral and Qwen3-MoE by name, with their flags for pretrain_gpt.py or pretrain_bert.py."""
+"""Published sizes of models by family and name, with their flags for pretrain_gpt.py or pretrain_bert.py."""
 
 import re
 from dataclasses import dataclass
