@@ -1,10 +1,10 @@
-"""Plot training runs: losses, learning rate, gradient norm and throughput against iterations, as a PNG.
+"""Plot training runs: losses, learning rate, gradient norm, throughput and load of experts against iterations, as a PNG.
 
     python tools/plot_run.py --log run.log other.jsonl --output runs.png
 
 A log is the output of pretrain_gpt.py, saved with `tee`, or its --metrics-file. A resumed run may append to its log (`tee -a`) or
 have its own: a log that loads a checkpoint saved in another log is drawn as the continuation of that run. If an iteration was
-trained twice, the later lines count.
+trained twice, the later lines count. The load of experts is in a metrics file alone, with --moe-per-layer-logging.
 """
 
 import json
@@ -27,6 +27,8 @@ _VALIDATION = re.compile(r"validation loss at iteration (\d+)( on \w+ set)? \| l
 # Loss, learning rate, gradient norm, samples and time of an iteration, by their names in the log and in --metrics-file.
 _IN_LOG = ("lm loss", "learning rate", "grad norm", "global batch size", "elapsed time per iteration (ms)")
 _IN_METRICS = ("lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time")
+# Curves of megatron/training/monitor/expert_loads.py, one for each layer with experts.
+_LOADS = re.compile(r"moe/(max|min)_load_layer_\d+")
 # Lines of megatron/training/checkpointing/save_and_load.py. They show that a log continues the run of another one.
 _SAVED = re.compile(r"^saved checkpoint at iteration (\d+) to (.+)$", re.MULTILINE)
 _LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MULTILINE)
@@ -56,6 +58,7 @@ PANELS = [
     ("learning rate", "learning rate", ("learning rate",)),
     ("gradient norm", "L2 norm before clipping", ("gradient norm",)),
     ("throughput", "samples per second", ("throughput",)),
+    ("load of experts", "tokens, in multiples of an equal share", ("busiest expert", "idlest expert")),
 ]
 
 
@@ -81,6 +84,15 @@ class Curves:
         self._consumed[iteration] = consumed
         if samples and time:
             self.add("throughput", iteration, per_second * samples / time)
+
+    def add_loads(self, iteration: int, values: dict[str, float]) -> None:
+        """Add the largest and the smallest load of an expert in any layer, of a step's curves."""
+        layers: dict[str, list[float]] = {"max": [], "min": []}
+        for name, value in values.items():
+            if match := _LOADS.fullmatch(name):
+                layers[match[1]].append(value)
+        self.add("busiest expert", iteration, max(layers["max"], default=None))
+        self.add("idlest expert", iteration, min(layers["min"], default=None))
 
     def _samples_per_iteration(self, iteration: int, consumed: int, batch_size: float | None) -> float | None:
         """Return the mean batch since the line before; where that is unknown, the last batch, which a ramp had grown."""
@@ -130,6 +142,7 @@ def read_metrics(text: str) -> Curves:
         if entry["kind"] == "interval":
             numbers = [entry.get(name) for name in _IN_METRICS]
             curves.add_interval(iteration, entry["consumed_samples"], numbers, 1)
+            curves.add_loads(iteration, entry)
         elif entry["kind"] == "validation":
             curves.add("validation", iteration, entry.get("lm loss validation"))
     return curves
@@ -242,6 +255,8 @@ def draw(runs: dict[str, Curves], output: str) -> None:
                     continue
                 if name == "validation":
                     style = "o--"
+                elif name == "idlest expert" and len(points) > 1:
+                    style = "--"
                 elif len(points) > 1:
                     style = "-"
                 else:

@@ -4,7 +4,6 @@ python tests/campaigns/flags_doc.py
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -104,7 +103,7 @@ def changed_defaults_table() -> Iterator[str]:
             text = json.dumps(default).strip('"') or "empty"
             if not defaults or defaults[-1][1] != text:
                 defaults.append((first, text))
-        if len(defaults) > 1 and not re.search("moe|expert", flag):
+        if len(defaults) > 1:
             shown = ", ".join(f"{first}: `{text}`" for first, text in defaults)
             here = "no setting, see above"
             if flag in settings:

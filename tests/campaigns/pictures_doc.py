@@ -2,7 +2,7 @@
 
     python tests/campaigns/pictures_doc.py
 
-Of PICTURES the SVG files depend on the code alone, and a test compares them. The PNG files are of two runs of a small model; a test
+Of PICTURES the SVG files depend on the code alone, and a test compares them. The PNG files are of two runs of small models; a test
 only checks that a page shows each. docs/optimizers.png is of benchmarks/optimizers.py.
 """
 
@@ -24,6 +24,7 @@ PICTURES = {
     plot_schedule.PICTURE: ("schedules.md", "parallelism.md"),
     page.PICTURE: ("context_parallel.md", "parallelism.md"),
     "runs.png": ("watching.md",),
+    "expert_loads.png": ("experts.md",),
     "differ.png": ("checkpoint_format.md",),
     "optimizers.png": ("optimizers.md",),
 }
@@ -51,6 +52,17 @@ def write_runs(folder: Path) -> None:
     run("tools/plot_run.py", "--log", *map(str, logs), "--output", str(DOCS / "runs.png"))
 
 
+def write_loads(folder: Path) -> None:
+    """Loads of experts of two runs, with the loss that balances them and without it."""
+    files = []
+    often = ["--num-workers", "0", "--train-iters", "80", "--log-interval", "5", "--moe-per-layer-logging"]
+    for name, coefficient in {"with_loss": "0.02", "without_loss": "0"}.items():
+        files.append(str(folder / f"{name}.jsonl"))
+        experts = ["--yaml-cfg", "examples/recipes/mixtral-tiny.yaml", "--moe-aux-loss-coeff", coefficient]
+        run("pretrain_gpt.py", *experts, *often, "--metrics-file", files[-1])
+    run("tools/plot_run.py", "--log", *files, "--output", str(DOCS / "expert_loads.png"))
+
+
 def write_difference(folder: Path) -> None:
     """A model before and after its fourth step."""
     save = ["--save", str(folder / "run"), "--save-interval", "3", "--train-iters", "4", "--lr-warmup-iters", "0"]
@@ -64,4 +76,5 @@ if __name__ == "__main__":
         (DOCS / name).write_text(draw())
     with tempfile.TemporaryDirectory() as folder:
         write_runs(Path(folder))
+        write_loads(Path(folder))
         write_difference(Path(folder))

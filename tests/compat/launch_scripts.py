@@ -318,8 +318,14 @@ def of_functional_tests(tree: Path) -> Iterator[Command]:
 
 def ranks_of_replica(settings: Mapping[str, Any]) -> int:
     """Return the processes that hold one copy of the model."""
-    axes = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
-    return math.prod(int(settings.get(f"--{axis}-size", 1)) for axis in axes)
+
+    def size(axis: str, default: int = 1) -> int:
+        return int(settings.get(f"--{axis}-size", default))
+
+    of_sample = size("tensor-model-parallel") * size("context-parallel")
+    of_experts = size("expert-model-parallel") * size("expert-tensor-parallel", size("tensor-model-parallel"))
+    of_stage = math.lcm(of_sample, of_experts) if "--num-experts" in settings else of_sample
+    return of_stage * size("pipeline-model-parallel")
 
 
 VARIABLES = {
@@ -516,16 +522,16 @@ def main() -> None:
     arguments = parser.parse_args()
     measured = measure(arguments.clone, arguments.folder or Path(tempfile.mkdtemp()))
 
-    print("| release | of | scripts | in scope | accepted |\n|---|---|--:|--:|--:|")
+    print("| release | of | scripts | accepted | in scope | accepted of these |\n|---|---|--:|--:|--:|--:|")
     for tag, counts in measured.rows.items():
-        numbers = " | ".join(str(counts[name]) for name in ("scripts", "in scope", "accepted"))
+        numbers = " | ".join(str(counts[name]) for name in ("scripts", "accepted of all", "in scope", "accepted"))
         print(f"| {tag} | {date_of(tag, arguments.clone)} | {numbers} |")
     totals = measured.totals
     in_scope = totals["accepted"] / totals["in scope"]
     of_all = totals["accepted of all"] / totals["scripts"]
     print(
-        f"| all | | {totals['scripts']} | {totals['in scope']} | {totals['accepted']} ({in_scope:.1%} of those in scope, "
-        f"{of_all:.1%} of all) |"
+        f"| all | | {totals['scripts']} | {totals['accepted of all']}: {of_all:.1%} | {totals['in scope']} | "
+        f"{totals['accepted']}: {in_scope:.1%} |"
     )
     print("\n| refused | because | such as |\n|--:|---|---|")
     for text, count in measured.reasons.most_common():

@@ -20,6 +20,7 @@ from tools.configuring.sizes import SIZES, Model, Size, nearest
 
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 OWN_SHAPE = "shape"
+WITH_EXPERTS = ("mixtral", "qwen3-moe")
 _SIZES = "; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in SIZES.items())
 
 
@@ -31,7 +32,9 @@ class Answers(FlagConfig):
     devices: Count | None = option(None, "devices of each machine; with --device cpu the processes of each machine")
     device: Literal["gpu", "cpu"] | None = option(None, "what computes: gpu or cpu")
     memory: Positive | None = option(None, "GiB of each device; with --device cpu of each machine", metavar="GIB")
-    model: Literal["gpt", "bert", "llama"] | None = option(None, "family of the model: gpt, bert or llama")
+    model: Literal["gpt", "bert", "llama", "mixtral", "qwen3-moe"] | None = option(
+        None, "family of the model: gpt, bert, llama, mixtral or qwen3-moe"
+    )
     size: str | None = option(None, f"published size, by its parameters: {_SIZES}; or {OWN_SHAPE}")
     num_layers: Count | None = option(None, "layers, of a model of another size")
     hidden_size: Count | None = option(None, "hidden size")
@@ -49,6 +52,9 @@ class Answers(FlagConfig):
         own = [flag_of(name) for name in _SHAPE if getattr(self, name) is not None]
         if self.size not in (None, OWN_SHAPE) and own:
             yield f"--size {self.size} and {', '.join(own)} exclude each other; leave one out"
+        if self.model in WITH_EXPERTS and (self.size == OWN_SHAPE or self.ffn_hidden_size or (own and not self.size)):
+            sizes = ", ".join(SIZES[self.model])
+            yield f"--model {self.model} has published sizes alone; give --size {sizes}, without flags of another shape"
         if self.model and self.size not in (None, OWN_SHAPE) and self.size not in SIZES[self.model]:
             names = f"{', '.join(SIZES[self.model])}, or {OWN_SHAPE}; the nearest is {nearest(self.model, self.size)}"
             yield f"--size is {self.size}; of {self.model} it is one of {names}"

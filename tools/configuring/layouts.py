@@ -27,6 +27,8 @@ RECOMPUTES = {
     "mlp": ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"],
     "full": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
 }
+# In the place of "mlp", for layers with experts.
+_RECOMPUTE_EXPERTS = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe"]
 # Inside a machine, between machines. An H100 does about 4e14 FLOP/s, and sends 4e11 B/s over NVLink, 4e10 B/s over
 # InfiniBand.
 FLOPS_A_BYTE = {"gpu": (1_000, 10_000), "cpu": (100, 1_000)}
@@ -73,9 +75,15 @@ class Layout(NamedTuple):
     zero: int  # stage
     recompute: str  # key of RECOMPUTES
     micro_batch: int = 1
+    ep: int = 0  # expert-parallel size; 0: there are no experts. Each expert is whole on its ranks
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks of a pipeline stage that have the same experts."""
+        return self.tp * self.dp // max(1, self.ep)
 
     def __str__(self) -> str:
-        ranks = f"TP {self.tp} x PP {self.pp} x DP {self.dp}"
+        ranks = f"TP {self.tp} x PP {self.pp} x DP {self.dp}" + (f", EP {self.ep}" if self.ep else "")
         return f"{ranks}, ZeRO {self.zero}, recompute {self.recompute}, micro-batch {self.micro_batch}"
 
     def flags(self, device: str) -> list[str]:
@@ -89,7 +97,10 @@ class Layout(NamedTuple):
             flags += ["--zero-stage", str(self.zero)]
             if device == "gpu":
                 flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
-        return flags + RECOMPUTES[self.recompute]
+        if self.ep and self.tp * self.dp > 1:
+            flags += ["--expert-model-parallel-size", str(self.ep), "--expert-tensor-parallel-size", "1"]
+        with_experts = self.ep and self.recompute == "mlp"
+        return flags + (_RECOMPUTE_EXPERTS if with_experts else RECOMPUTES[self.recompute])
 
 
 class Loss(NamedTuple):
@@ -124,8 +135,9 @@ def layouts(work: Work) -> Iterator[Layout]:
             dp = work.ranks // tp // pp
             micro_batches = [micro for micro in work.micro_batches if work.global_batch % (dp * micro) == 0]
             stages = (1, 2, 3) if dp > 1 else (0,)
-            for zero, recompute, micro_batch in product(stages, RECOMPUTES, micro_batches):
-                yield Layout(tp, pp, dp, zero, recompute, micro_batch)
+            eps = [ep for ep in divisors(tp * dp) if size.experts % ep == 0] if size.experts else [0]
+            for zero, recompute, micro_batch, ep in product(stages, RECOMPUTES, micro_batches, eps):
+                yield Layout(tp, pp, dp, zero, recompute, micro_batch, ep)
 
 
 def ranked(work: Work) -> list[Layout]:
@@ -133,7 +145,7 @@ def ranked(work: Work) -> list[Layout]:
 
     def sort_key(layout: Layout) -> tuple:
         percent_lost = round(100 * loss(work, layout).total)
-        return percent_lost, -layout.dp, -layout.micro_batch, layout.zero, layout.recompute
+        return percent_lost, -layout.dp, -layout.micro_batch, layout.zero, layout.recompute, layout.ep
 
     return sorted(layouts(work), key=sort_key)
 
@@ -151,16 +163,33 @@ def sent(work: Work, layout: Layout) -> dict[str, float]:
 
     # tensor parallelism: each collective moves (tp - 1) / tp of N Recompute of full layers repeats 3 collectives of the
     # forward, and with dropout after the last sum of a layer the fourth.
-    repeated_collectives = {"none": 0, "mlp": 1, "full": 3 if work.model.family == "llama" else 4}[layout.recompute]
-    bytes_per_layer = (10 + repeated_collectives) * activation
+    repeated_collectives = {"none": 0, "mlp": 1, "full": 3 if work.model.is_llama else 4}[layout.recompute]
+    collectives = 10
+    if layout.ep:  # only attention's: experts take the rows of a rank as they are
+        repeated_collectives = {"none": 0, "mlp": 0, "full": 2}[layout.recompute]
+        collectives = 5
+    bytes_per_layer = (collectives + repeated_collectives) * activation
 
     # data parallelism: gradients and parameters of this rank's part of the model
-    flat = BufferSizes(work.model.parameters // (layout.tp * layout.pp), 0, work.element, sum_bytes=4, sent_bytes=4)
-    volume = step_comm_volume(flat, layout.zero, inner=layout.dp, microbatches=microbatches)
+    def of_data(parameters: int, ranks: int) -> int:
+        flat = BufferSizes(parameters, 0, work.element, sum_bytes=4, sent_bytes=4)
+        return sum(step_comm_volume(flat, layout.zero, inner=ranks, microbatches=microbatches).values())
+
+    of_experts = work.model.parameters_of_experts
+    data = of_data((work.model.parameters - of_experts) // (layout.tp * layout.pp), layout.dp)
+
+    # experts: dispatch and combine of forward and backward, and of a repeated forward (docs/experts.md: "Dispatch")
+    dispatch = 0.0
+    if layout.ep:
+        data += of_data(of_experts // (layout.ep * layout.pp), layout.expert_dp)
+        rows = activation / layout.tp * work.model.size.topk
+        transfers = 4 if layout.recompute == "none" else 6
+        dispatch = transfers * rows * (1 - 1 / layout.ep) * shape.num_layers / layout.pp * microbatches
 
     return {
         "tensor": (layout.tp - 1) / layout.tp * bytes_per_layer * shape.num_layers / layout.pp * microbatches,
-        "data": sum(volume.values()),
+        "experts": dispatch,
+        "data": data,
         "pipeline": 2 * activation / layout.tp * microbatches if layout.pp > 1 else 0.0,
     }
 
@@ -173,11 +202,12 @@ def loss(work: Work, layout: Layout) -> Loss:
     # the pipeline's bubble, and recompute
     idle = (layout.pp - 1) / microbatches
     num_matrices = 3 if shape.gated else 2
-    mlp_flops = 2 * shape.num_layers * num_matrices * shape.hidden_size * shape.ffn_size  # of a token's forward
+    mlp_parameters = shape.expert_parameters if layout.ep else num_matrices * shape.hidden_size * shape.ffn_size
+    mlp_flops = 2 * shape.num_layers * mlp_parameters  # of a token's forward
     repeated = {"none": 0.0, "mlp": mlp_flops / shape.flops_per_token(), "full": 1 / 3}[layout.recompute]
 
     # transfers; ranks are numbered in the order tp, dp, pp, so the ranks of an axis lie within so many consecutive ones
-    span = {"tensor": layout.tp, "data": layout.tp * layout.dp, "pipeline": work.ranks}
+    span = {"tensor": layout.tp, "experts": layout.ep, "data": layout.tp * layout.dp, "pipeline": work.ranks}
     inside_cost, between_cost = (flops / work.flops_of_rank for flops in FLOPS_A_BYTE[work.device])  # share of a byte
     bytes_inside = 0.0
     bytes_between = 0.0
@@ -210,13 +240,21 @@ def least_memory(work: Work, layout: Layout) -> float:
         2: 4,  # its gradient
         1: 12 if work.half else 8,  # optimizer moments, and the master parameter in half precision
     }
-    bytes_each = sum(size / (layout.dp if layout.zero >= stage else 1) for stage, size in bytes_by_stage.items())
-    state = work.model.parameters / (layout.tp * layout.pp) * bytes_each
+
+    def state_bytes(parameters: float, ranks: int) -> float:
+        bytes_each = sum(size / (ranks if layout.zero >= stage else 1) for stage, size in bytes_by_stage.items())
+        return parameters / layout.pp * bytes_each
+
+    of_experts = work.model.parameters_of_experts
+    state = state_bytes((work.model.parameters - of_experts) / layout.tp, layout.dp)
+    state += state_bytes(of_experts / max(1, layout.ep), layout.expert_dp)
 
     # activations: elements of a token
     h = shape.hidden_size
     attention = 2 * shape.attention_width + 2 * shape.kv_width
-    mlp = (3 if shape.gated else 2) * shape.ffn_size
+    mlp = (3 if shape.gated else 2) * (
+        work.model.size.topk * work.model.size.expert_ffn if layout.ep else shape.ffn_size
+    )
     saved_per_layer = {"none": 4 * h + attention + mlp, "mlp": 2 * h + attention, "full": h}[layout.recompute]
     saved_per_stage = saved_per_layer * shape.num_layers / layout.pp
     logits = 2 * shape.vocab_size  # and their gradient

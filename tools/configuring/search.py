@@ -118,7 +118,8 @@ def _more_machines(work: Work, capacity: float) -> list[str]:
 def as_text(work: Work, predictions: Sequence[Prediction], capacity: float) -> list[str]:
     """Return the lines of a table of the layouts. Those that fit are numbered."""
     inside, between = FLOPS_A_BYTE[work.device]
-    head = [*Layout._fields, "idle", "repeated", "sent", "lost", "inside", "between", "memory"]
+    fields = [name for name in Layout._fields if name != "ep" or work.model.size.experts]
+    head = [*fields, "idle", "repeated", "sent", "lost", "inside", "between", "memory"]
     rows = [["", *head, ""]]
     number = 0
     for layout, lost, memory, fits in predictions:
@@ -126,7 +127,16 @@ def as_text(work: Work, predictions: Sequence[Prediction], capacity: float) -> l
         shares = (f"{100 * share:.1f}%" for share in (lost.idle, lost.repeated, lost.sent, lost.total))
         sizes = (amount(int(size)) for size in (lost.inside, lost.between))
         excess = "" if fits else f"{amount(memory.total - capacity)} too much"
-        rows.append([str(number) if fits else "-", *map(str, layout), *shares, *sizes, amount(memory.total), excess])
+        rows.append(
+            [
+                str(number) if fits else "-",
+                *map(str, layout[: len(fields)]),
+                *shares,
+                *sizes,
+                amount(memory.total),
+                excess,
+            ]
+        )
     return [
         f"{work.model.family} of about {_in_words(work.model.parameters)} parameters, "
         f"{work.ranks} rank(s), {amount(capacity)} usable on each",

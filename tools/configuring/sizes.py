@@ -1,4 +1,4 @@
-"""Published sizes of GPT, BERT and Llama by name, with their flags for pretrain_gpt.py or pretrain_bert.py."""
+"""Published sizes of models by family and name, with their flags for pretrain_gpt.py or pretrain_bert.py."""
 
 import re
 from dataclasses import dataclass
@@ -20,6 +20,10 @@ class Size(NamedTuple):
     ffn: int = 0  # width inside the MLP; 0: the family's multiple of the hidden size
     tied: bool = True  # the output layer shares the embedding weight
     rotary_base: int = 10000
+    head_width: int = 0  # 0: hidden / heads
+    experts: int = 0  # in every layer
+    topk: int = 0  # experts of a token
+    expert_ffn: int = 0  # width inside an expert
 
 
 _GPT2, _GPT3 = (50257, 1024), (50257, 2048)
@@ -59,6 +63,26 @@ SIZES: dict[str, dict[str, Size]] = {
         "6.7b": Size(32, 4096, 32, 32000, 4096, 0, 11008, False),
         "13b": Size(40, 5120, 40, 32000, 4096, 0, 13824, False),
     },
+    "mixtral": {
+        "tiny": Size(4, 128, 4, 1000, 128, 2, 192, False, 1000000, 32, 8, 2, 192),
+        # arXiv:2401.04088, table 1
+        "46.7b": Size(32, 4096, 32, 32000, 8192, 8, 14336, False, 1000000, 128, 8, 2, 14336),
+    },
+    "qwen3-moe": {
+        "tiny": Size(4, 128, 4, 1000, 128, 2, 192, False, 1000000, 32, 16, 4, 48),
+        # arXiv:2505.09388, table 2
+        "30.5b": Size(48, 2048, 32, 151936, 4096, 4, 6144, False, 1000000, 128, 128, 8, 768),
+    },
+}
+# The flags of families that are Llamas in their norms, positions and gates.
+_LLAMAS = {
+    "llama": {},
+    "mixtral": {"moe_aux_loss_coeff": 0.02},
+    "qwen3-moe": {
+        "qk_layernorm": True,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.001,
+    },
 }
 
 
@@ -77,7 +101,7 @@ def _number(name: str) -> float:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of one of the families gpt, bert and llama."""
+    """A model of one of the families of SIZES."""
 
     family: str
     size: Size
@@ -85,6 +109,10 @@ class Model:
     @property
     def script(self) -> str:
         return "pretrain_bert" if self.family == "bert" else "pretrain_gpt"
+
+    @property
+    def is_llama(self) -> bool:
+        return self.family in _LLAMAS
 
     @property
     def ffn(self) -> int:
@@ -95,35 +123,59 @@ class Model:
         """
         if self.size.ffn:
             return self.size.ffn
-        if self.family == "llama":
+        if self.is_llama:
             return max(64, 8 * self.size.hidden // 3 // 64 * 64)
         return 4 * self.size.hidden
 
     def shape(self, seq_length: int) -> ModelShape:
         """Return the sizes that determine its FLOPs."""
         size = self.size
-        is_gated = self.family == "llama"
-        kv_width = size.hidden // size.heads * (size.groups or size.heads)
-        return ModelShape(size.layers, size.hidden, size.hidden, kv_width, self.ffn, size.vocab, seq_length, is_gated)
+        head_width = size.head_width or size.hidden // size.heads
+        width = head_width * size.heads
+        kv_width = head_width * (size.groups or size.heads)
+        experts = {}
+        if size.experts:
+            experts["expert_layers"] = size.layers
+            experts["expert_parameters"] = size.hidden * size.experts + size.topk * self._parameters_of_expert
+        return ModelShape(
+            size.layers, size.hidden, width, kv_width, self.ffn, size.vocab, seq_length, self.is_llama, **experts
+        )
+
+    @property
+    def _parameters_of_expert(self) -> int:
+        return 3 * self.size.hidden * self.size.expert_ffn
+
+    @property
+    def parameters_of_experts(self) -> int:
+        """Elements of the matrices of all experts of all layers."""
+        return self.size.layers * self.size.experts * self._parameters_of_expert
 
     @property
     def parameters(self) -> int:
         """Elements of all matrices and of the embedding: without positions, biases, norms and padding."""
         untied_embedding = 0 if self.size.tied else self.size.hidden * self.size.vocab
-        return self.shape(1).multiplied_parameters + untied_embedding
+        visited = self.size.layers * self.size.topk * self._parameters_of_expert
+        return self.shape(1).multiplied_parameters - visited + self.parameters_of_experts + untied_embedding
 
     def flags(self, seq_length: int) -> list[str]:
         """Return its flags on a command line."""
         size = self.size
         settings: dict[str, object] = {"num_layers": size.layers, "hidden_size": size.hidden}
         settings |= {"num_attention_heads": size.heads, "seq_length": seq_length}
-        if self.family == "llama" or size.ffn:
+        if self.is_llama or size.ffn:
             settings["ffn_hidden_size"] = self.ffn
         if size.groups:
             settings |= {"group_query_attention": True, "num_query_groups": size.groups}
-        if self.family == "llama":
+        if size.head_width:
+            settings["kv_channels"] = size.head_width
+        if self.is_llama:
             settings |= {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
             settings |= {"rotary_base": size.rotary_base, "disable_bias_linear": True, "hidden_dropout": 0}
+            settings |= _LLAMAS[self.family]
+        if size.experts:
+            settings |= {"num_experts": size.experts, "moe_router_topk": size.topk}
+            settings |= {"moe_ffn_hidden_size": size.expert_ffn, "moe_token_dispatcher_type": "alltoall"}
+            settings["moe_grouped_gemm"] = True
         if not size.tied:
             settings["untie_embeddings_and_output_weights"] = True
         settings["attention_dropout"] = 0  # attention's fused kernels have no dropout

@@ -521,6 +521,8 @@ NO_EFFECT = by_flag(
             "--rl-default-top-p": "X",
             "--rl-generation-batch-size": "N",
             "--rl-generation-lag": "N",
+            "--rl-inference-expert-model-parallel-size": "N",
+            "--rl-inference-expert-tensor-model-parallel-size": "N",
             "--rl-inference-model-unified-memory-level": "N",
             "--rl-inference-pipeline-model-parallel-size": "N",
             "--rl-inference-tensor-model-parallel-size": "N",
@@ -597,6 +599,7 @@ NO_EFFECT = by_flag(
             "--no-inference-dynamic-batching-prefix-caching",
             "--inference-dynamic-batching-track-generated-token-events",
             "--inference-fuse-tp-communication",
+            "--inference-moe-disable-fused-quant-kernels",
             "--inference-text-gen-server-logging",
             "--no-inference-text-gen-server-logging",
             "--inference-use-synchronous-zmq-collectives",
@@ -642,6 +645,7 @@ NO_EFFECT = by_flag(
             "--inference-dynamic-batching-sampling-backend": "NAME",
             "--inference-grouped-gemm-backend": "NAME",
             "--inference-logging-step-interval": "N",
+            "--inference-moe-token-dispatcher-type": "NAME",
             "--inference-shards": "TEXT",
             "--num-speculative-tokens": "N",
         },
@@ -746,8 +750,47 @@ NO_EFFECT = by_flag(
 SILENT = by_flag(
     OtherFlags(
         "it chooses kernels of experts, routers and permutations, which are torch's here: the same formulas",
-        switches=("--moe-use-legacy-grouped-gemm", "--moe-router-fusion", "--moe-permute-fusion"),
+        switches=(
+            "--moe-use-legacy-grouped-gemm",
+            "--moe-router-fusion",
+            "--moe-permute-fusion",
+            "--use-grouped-gemm-for-shared-expert",
+        ),
         values={"--moe-deepep-num-sms": "N", "--moe-hybridep-num-sms": "N", "--moe-flex-dispatcher-backend": "NAME"},
+    ),
+    OtherFlags(
+        "only --moe-token-dispatcher-type flex reads it, and that is refused",
+        switches=(
+            "--moe-hybridep-pad-uneven-dispatch-inputs",
+            "--moe-ncclep-static-shape",
+            "--moe-ncclep-zero-copy",
+            "--moe-permute-fusion-into-hybridep",
+        ),
+        values={
+            "--moe-flex-dispatcher-num-sms": "N",
+            "--moe-hybridep-num-blocks-permute": "N",
+            "--moe-hybridep-num-blocks-unpermute": "N",
+            "--moe-hybridep-num-sms-preprocessing": "N",
+        },
+    ),
+    OtherFlags(
+        "only an option of experts that is refused reads it",
+        switches=(
+            "--moe-routing-trace-capture-hidden-states",
+            "--moe-routing-trace-capture-logits",
+            "--moe-routing-trace-dump-weights",
+        ),
+        values={
+            "--moe-paged-stash-buffer-size-factor-cpu": "X",
+            "--moe-paged-stash-buffer-size-factor-cuda": "X",
+            "--moe-paged-stash-page-size": "N",
+            "--moe-router-quantile-balancing-ema": "X",
+            "--moe-routing-trace-max-training-iters": "N",
+        },
+    ),
+    OtherFlags(
+        "the experts of a rank are one tensor for each of their two products in any case",
+        switches=("--moe-single-grouped-bias", "--moe-single-grouped-weight"),
     ),
     OtherFlags(
         "there is no fp8 or CUDA graph here for which rows of experts would be padded",
@@ -761,7 +804,12 @@ SILENT = by_flag(
     OtherFlags("Megatron does not read it either", switches=("--moe-token-dropping", "--moe-extended-tp")),
     OtherFlags(
         "weight gradients and the sending of tokens overlap as the schedule and --moe-shared-expert-overlap say",
-        switches=("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"),
+        switches=(
+            "--overlap-moe-expert-parallel-comm",
+            "--delay-wgrad-compute",
+            "--ep-overlap-early-attn-memory-release",
+            "--overlap-dispatch-backward-with-experts-wgrad",
+        ),
     ),
 )
 
@@ -809,6 +857,29 @@ REFUSED = by_flag(
     OtherFlags(
         "is not built; --moe-router-force-load-balancing chooses experts in turn",
         values={"--moe-router-force-biased": "X"},
+    ),
+    OtherFlags(
+        "would drop tokens by the rank that they are sent to, so the layout would change numbers; use "
+        "--moe-expert-capacity-factor",
+        values={"--moe-expert-rank-capacity-factor": "X"},
+    ),
+    OtherFlags(
+        "the weights of all gates are followed by those of all linear units; leave it out: a checkpoint whose blocks "
+        "alternate would compute another model",
+        values={"--moe-mlp-glu-interleave-size": "N", "--moe-shared-expert-glu-interleave-size": "N"},
+    ),
+    OtherFlags(
+        "is not built yet; leave it out, and use --recompute-modules moe_act, which keeps no activations inside experts",
+        switches=("--moe-paged-stash",),
+    ),
+    OtherFlags(
+        "is not written; leave it out, or let a script record the choices with --moe-enable-routing-replay",
+        values={"--moe-routing-trace-path": "DIR"},
+    ),
+    OtherFlags(
+        "is not written; leave it out, or use --moe-per-layer-logging, which logs the largest and the smallest load of each "
+        "layer",
+        values={"--save-tokens-per-expert-interval": "N"},
     ),
     OtherFlags(_BERT, switches=("--output-bert-embeddings",), values={"--bert-load": "DIR", "--ict-load": "DIR"}),
     OtherFlags(
@@ -956,7 +1027,7 @@ REFUSED = by_flag(
     # ---- parallelism
     OtherFlags(
         "is not built yet; leave it out, and use --zero-stage 3 to shard weights over data-parallel ranks",
-        values={"--tensor-parallel-num-weight-shards": "N"},
+        values={"--tensor-parallel-num-weight-shards": "N", "--expert-tensor-parallel-num-weight-shards": "N"},
     ),
     OtherFlags(
         "the parts of FSDP have one precision each; use --grad-reduce-in-bf16 for gradients that are sent, and "

@@ -248,13 +248,8 @@ def _of_outputs(config: Any) -> Iterator[Unread]:
     curves = config.tensorboard
     if curves.is_on:
         return
-    of_steps = (
-        "log_batch_size_to_tensorboard",
-        "log_memory_to_tensorboard",
-        "log_world_size_to_tensorboard",
-        "moe_per_layer_logging",
-    )
+    of_steps = ("log_batch_size_to_tensorboard", "log_memory_to_tensorboard", "log_world_size_to_tensorboard")
     yield curves, of_steps, "there are no curves without --tensorboard-dir or --wandb-project"
     if log.metrics_file is None:
-        of_records = ("log_validation_ppl_to_tensorboard", "log_timers_to_tensorboard")
+        of_records = ("log_validation_ppl_to_tensorboard", "log_timers_to_tensorboard", "moe_per_layer_logging")
         yield curves, of_records, "nothing takes it without --tensorboard-dir, --wandb-project or --metrics-file"

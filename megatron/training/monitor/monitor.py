@@ -181,12 +181,14 @@ class Monitor:
         interval: of the step's log line; None if none was due. left_out: the step was not computed.
         """
         self._tell_of_losses()
+        of_experts: dict[str, float] = {}
         if self.config.transformer.has_experts and (self._line_is_due or self._curves_are_due):
             loads = expert_loads(self.chunks, self._mesh["pp"], self.runtime.device.torch_device)
             for note in self._idle_experts.notes(loads):
                 print_rank_last(note)
             if self.config.tensorboard.moe_per_layer_logging:
-                losses = {**losses, **load_curves(loads)}
+                of_experts = load_curves(loads)
+                losses = {**losses, **of_experts}
         computed = 0 if left_out else step.global_batch_size
         self._beacon.step(step.iteration, step.consumed_samples, losses, computed_samples=computed)
         if self._line_is_due and self._stragglers is not None:
@@ -200,7 +202,7 @@ class Monitor:
                     eta_and_throughput_line(interval, self.config.data.tokens_per_sample, self._mfu(interval))
                 )
             if self.writers:
-                self._send("interval", self._interval_values(interval) | times)
+                self._send("interval", self._interval_values(interval) | times | of_experts)
             self.memory.save()
         for (what, name), statistics in tensors.items():
             self._send("inspect", statistics.values(), {"what": what, "name": name})

@@ -27,6 +27,7 @@ from tools.estimating.job import read
 
 TINY = "--device cpu --devices 2 --model gpt --size tiny --show 1 --yes"
 SMALL = Model("gpt", Size(4, 32, 4, 100, 16))
+SMALL_EXPERTS = Model("mixtral", Size(4, 64, 8, 100, 16, 2, 96, False, 10000, 16, 4, 2, 48))
 
 
 def work(**changed) -> Work:
@@ -56,8 +57,9 @@ def test_a_size_has_the_parameters_of_its_name(family: str, name: str):
         work(model=Model("llama", Size(6, 64, 8, 100, 16, 2, 96)), devices=8, global_batch=48, machines=2),
         work(model=Model("llama", Size(4, 96, 4, 100, 16)), machines=2),
         work(model=Model("bert", Size(4, 32, 4, 100, 16)), half=False, device="cpu"),
+        work(model=SMALL_EXPERTS),
     ],
-    ids=["gpt", "llama", "llama's own width", "bert"],
+    ids=["gpt", "llama", "llama's own width", "bert", "experts"],
 )
 def test_a_run_accepts_every_layout(job: Work):
     found = list(layouts(job))
@@ -86,6 +88,54 @@ def test_what_a_layout_loses_follows_from_the_formulas():
     apart = work(machines=2, devices=2)
     assert loss(apart, Layout(2, 2, 1, 0, "none")).between == 2 * n / 2 * 16
     assert loss(apart, Layout(1, 2, 2, 1, "none")).between == 2 * n * 8
+
+
+def test_what_experts_send_and_keep_follows_from_the_formulas():
+    """By hand: TP 2 x DP 2 with EP 4: four layers, 2 of 4 experts of 3 x 64 x 48 elements, N = 16 x 64 elements of 2 bytes."""
+    job = work(model=SMALL_EXPERTS)
+    n = 16 * 64 * 2
+    layout = Layout(2, 1, 2, 1, "none", 1, 4)
+    assert job.model.parameters_of_experts == 4 * 4 * 3 * 64 * 48
+    assert sent(job, layout)["experts"] == 4 * (2 * n / 2) * 3 / 4 * 4 * 8
+    assert sent(job, layout)["tensor"] == 5 * n / 2 * 4 * 8, "experts need no sums over tensor-parallel ranks"
+    apart, together = (least_memory(job, layout._replace(zero=0, ep=ep)) for ep in (4, 1))
+    assert together - apart == pytest.approx(3 / 4 * job.model.parameters_of_experts * (2 + 4 + 12))
+    assert {one.ep for one in layouts(job)} == {1, 2, 4} and {one.ep for one in layouts(work())} == {0}
+
+
+def test_experts_have_published_sizes_alone():
+    for words in (
+        "--model mixtral --size shape",
+        "--model qwen3-moe --num-layers 4",
+        "--model mixtral --ffn-hidden-size 8",
+    ):
+        with pytest.raises(ConfigError) as error:
+            configure.configure(shlex.split(words))
+        assert "published sizes" in error.value.problems[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "name"), [("mixtral", "46.7b"), ("qwen3-moe", "30.5b")])
+def test_a_recipe_of_experts_is_the_model_of_its_size(family: str, name: str):
+    """As tools/estimate_memory.py reads it."""
+    recipe = ROOT / "examples" / "recipes" / {"mixtral": "mixtral-8x7b.yaml", "qwen3-moe": "qwen3-30b-a3b.yaml"}[family]
+    job = read(["--yaml-cfg", str(recipe), "--world-size", "8"]).job
+    transformer = job.runtime.config.transformer
+    size = SIZES[family][name]
+    assert ModelShape.of(transformer, size.vocab, size.seq) == Model(family, size).shape(size.seq)
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_gets_a_layout_that_a_run_accepts_and_that_fits():
+    """Memory for 0.6 of the experts' state, so they must be apart."""
+    model = Model("mixtral", Size(2, 64, 4, 100, 32, 2, 128, False, 10000, 16, 8, 2, 1024))
+    job = work(model=model, seq_length=32, half=False)
+    experts = model.parameters_of_experts
+    found = search(job, lambda layout: flags(job, layout), experts * 16 * 0.6, 1, lambda text: None)
+    assert all(least_memory(job, one.layout) <= one.memory.total for one in found)
+    (best,) = [one for one in found if one.fits]
+    assert best.layout.ep > 1 or best.layout.zero > 1 or best.layout.pp > 1
+    assert best.memory.total <= experts * 16 * 0.6
 
 
 def recorded(job: Work, layout: Layout, rank: int) -> Counter[str]:

@@ -3,6 +3,7 @@
 import pytest
 from said import tells
 
+from megatron.training.monitor.expert_loads import ExpertLoad, load_curves
 from megatron.training.monitor.training_log import Interval, StepNumbers, training_line, validation_line
 from megatron.training.monitor.writers import Record, json_line
 from tools import plot_run
@@ -52,6 +53,8 @@ EXPECTED = {
     "learning rate": {10: 0.01, 20: 0.02, 30: 0.03, 40: 0.04},
     "gradient norm": {10: 2.0, 20: 1.5, 40: 1.0},
     "throughput": dict.fromkeys(LOSSES, 32.0),
+    "busiest expert": {},
+    "idlest expert": {},
 }
 
 
@@ -59,6 +62,16 @@ EXPECTED = {
 def test_curves_are_what_was_written(tmp_path, text: str):
     (tmp_path / "run").write_text(text)
     assert plot_run.read_log("run", plot_run.read_text(str(tmp_path / "run"))).of == EXPECTED
+
+
+def test_the_load_of_experts_is_that_of_the_busiest_and_the_idlest_of_all_layers():
+    """Of two layers, of four experts and of two; their curves are those of a run."""
+    loads = [ExpertLoad(0, [6, 1, 1, 0], [0, 0, 0, 1]), ExpertLoad(3, [3, 5], [0, 0])]
+    curves = load_curves(loads) | {"moe/load_balancing_loss_layer_0": 9.0}
+    records = [Record("interval", 5, 40, curves), Record("interval", 6, 48, load_curves(loads[1:]))]
+    read = plot_run.read_log("run", "\n".join(map(json_line, records)))
+    assert read.of["busiest expert"] == {5: 3.0, 6: 1.25}
+    assert read.of["idlest expert"] == {5: 0.0, 6: 0.75}
 
 
 @pytest.mark.full

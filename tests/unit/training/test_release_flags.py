@@ -4,7 +4,6 @@ tests/campaigns/megatron_flag_facts.py has written the record from a clone.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,6 @@ RELEASES, *ROWS = json.loads((Path(__file__).parents[2] / "megatron_flags.json")
 FORMS = dict(
     ROWS
 )  # flag -> [attribute, number of values, type, choices, default, value of a switch, first, last release]
-# Mixtures of experts are described where they are built.
-OF_EXPERTS = re.compile(r"moe|expert|^--ep-|--overlap-dispatch-backward")
 
 
 def flags_of_release(release: str) -> dict[str, list]:
@@ -43,7 +40,7 @@ def test_the_record_has_the_releases_from_0_12_to_0_19():
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_flag_of_a_release_has_an_answer(release: str):
     known = set(make_parser().known_flags())
-    unknown = [flag for flag in flags_of_release(release) if flag not in known and not OF_EXPERTS.search(flag)]
+    unknown = [flag for flag in flags_of_release(release) if flag not in known]
     assert not unknown, unknown
 
 
@@ -68,12 +65,12 @@ def test_args_have_each_attribute_of_every_release():
     settings = {field.name for component in COMPONENTS.values() for field in option_fields(component)}
     others = unsupported_flag_values({})
     known = settings | others.keys() | other_names_of(config).keys()
-    missing = {form[0] for flag, forms in FORMS.items() if not OF_EXPERTS.search(flag) for form in forms} - known
+    missing = {form[0] for flag, forms in FORMS.items() for form in forms} - known
     assert not missing, missing
     differing = {
         forms[-1][0]
         for flag, forms in FORMS.items()
-        if flag in OTHERS and not OF_EXPERTS.search(flag) and others.get(forms[-1][0], ...) != forms[-1][4]
+        if flag in OTHERS and others.get(forms[-1][0], ...) != forms[-1][4]
     }
     assert differing <= DEFAULTS_OF_OLDER_RELEASES.keys(), differing - DEFAULTS_OF_OLDER_RELEASES.keys()
 
