@@ -40,6 +40,7 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.parallel.global_state import mesh_override
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.sharding.initial_values import initialize_parameters
@@ -127,7 +128,12 @@ def ours(options: argparse.Namespace, mesh: Mesh, config: ModelConfig, *, stage:
         forward_step=partial(forward, positions=positions),
     )
     data = {0: batches(options, mesh["dp"].rank, ranks)}
-    return lambda: train_step(pipeline, adam, data, first_sample=0, lr=LR), parameters
+
+    def step() -> None:
+        with mesh_override(mesh):  # contenders have different ones
+            train_step(pipeline, adam, data, first_sample=0, lr=LR)
+
+    return step, parameters
 
 
 def theirs(options: argparse.Namespace, implementation: str) -> tuple[Step, int]:

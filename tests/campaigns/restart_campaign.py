@@ -128,7 +128,7 @@ def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
 def start(scenario: str, root: Path, *, launched: bool = False, **environment: str) -> Job:
     longer = "" if SCENARIOS[scenario].again else "--train-iters 40 --save-interval 10 "
     longer = "--train-iters 18 --save-interval 6 --non-persistent-save-interval 2" if scenario in COPIED else longer
-    flags = f"{TINY}{SCENARIOS[scenario].flags.format(root=root)} {longer} --distributed-timeout-minutes 1"
+    flags = f"{TINY}{SCENARIOS[scenario].flags.format(root=root)} {longer} --distributed-timeout-minutes {max(1, int(PATIENCE // 60))}"
     words = [SCRIPT, *split(flags)]
     for name in ("FAULT", "SLOW"):
         os.environ.pop(name, None)
@@ -223,10 +223,10 @@ def kill(who: str, job: Job, *, launched: bool) -> dict:
     return {"phase": {rank: marks[-1] for rank, marks in ranks.marks().items()}, "killed": len(killed)}
 
 
-def wait_for_the_end(job: Job, patience: float = PATIENCE) -> float:
+def wait_for_the_end(job: Job, patience: float | None = None) -> float:
     """Until the launcher, every rank and what they have started have ended; seconds. Those that have not are ended, and the case
     has failed."""
-    began = time.monotonic()
+    began, patience = time.monotonic(), patience or PATIENCE
     while job.running() or job.left():
         if time.monotonic() - began > patience:
             for number in (left := job.left()):
@@ -317,7 +317,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="the kind of cases to run")
     parser.add_argument("--scenario", choices=SCENARIOS, help="only cases of this one")
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds that a job may take (90); give more on a busy machine"
+    )
     given = parser.parse_args()
+    globals()["PATIENCE"] = given.patience
     torch.set_num_threads(1)
     if given.write is None:
         campaign(given.results, given.seed, 60 * given.limit_minutes, given.only, given.scenario)

@@ -17,6 +17,7 @@ checkpoint that --keep-checkpoints was about to remove after the last save stays
 """
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -79,6 +80,7 @@ SCENARIOS = {
         BOTH + EXPERTS + "--use-distributed-optimizer --global-batch-size 4", (("dp", 4), ("ep", 4))
     ),
 }
+_PROBE = re.compile(r"iter_0000000\.[0-9]+\.partial")  # by which a start finds that it may write; the number is drawn
 ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")
 ON_CHANGES = ("killed", "killed alone", "ENOSPC", "EIO")
 ON_READS = ("EIO",)
@@ -99,6 +101,7 @@ class Point:
 
 def known(call: FileCall) -> FileCall:
     """The call, with a name that is the same wherever the folder lies."""
+    call = call._replace(name=_PROBE.sub("iter_0000000.N.partial", call.name))
     is_of_root = not call.name.partition(" ")[2].startswith("iter_") and not call.name.startswith("iter_")
     return call._replace(name=call.name.rpartition("/")[2]) if is_of_root else call
 
