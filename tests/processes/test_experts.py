@@ -5,7 +5,6 @@ from pathlib import Path
 from shlex import split
 
 import pytest
-import torch
 from process_runs import assert_same_checkpoint, rewound
 from processes import Layout, pretrain
 
