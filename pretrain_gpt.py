@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core import mpu
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
+from megatron.core.datasets.sft_dataset import build_sft_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
@@ -41,6 +42,9 @@ def train_valid_test_datasets_provider(num_samples: list[int]) -> tuple[Any, Any
     every rank must call.
     """
     runtime = get_runtime()
+    if runtime.config.data.sft:
+        seed = runtime.config.training.seed
+        return build_sft_datasets(runtime.config.data, get_tokenizer(), num_samples, seed, **runtime.building)
     return build_gpt_datasets(
         runtime.config.data,
         get_tokenizer(),

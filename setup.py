@@ -23,6 +23,7 @@ EXTRAS = {
         "hypothesis",  # inputs that nobody thought of, for the tests of properties
         "s3fs",  # the client of the extra s3, against a double of its server
     ],
+    "chat": ["jinja2>=3.1.6"],  # chat templates, for --sft on conversations
     "docs": ["mkdocs"],  # the documents as a site, mkdocs.yml
     "s3": ["s3fs"],  # --save and --load of s3://BUCKET/FOLDER; fsspec, by which it is asked, comes with torch
     "watch": ["tensorboard"],  # writes and shows the curves of --tensorboard-dir
@@ -35,6 +36,7 @@ EXTRAS = {
 
 # Each is a console command too: tools/plot_run is `megatron-plot-run`.
 PROGRAMS = [
+    "finetune_gpt",
     "pretrain_bert",
     "pretrain_gpt",
     "pretrain_t5",
@@ -48,6 +50,7 @@ PROGRAMS = [
     "tools/generate",
     "tools/index_cache",
     "tools/inspect_dataset",
+    "tools/lora",
     "tools/merge_datasets",
     "tools/plot_context",
     "tools/plot_run",
@@ -65,7 +68,7 @@ COMMANDS["megatron-on-cpu"] = "megatron.on_cpu:main"
 
 
 # Beside the package, in a wheel's megatron/_programs: the programs, and the examples and recipes that the documents name.
-PROGRAM_FILES = ["pretrain_*.py", "tools/**/*.py", "examples/**/*"]
+PROGRAM_FILES = ["finetune_gpt.py", "pretrain_*.py", "tools/**/*.py", "examples/**/*"]
 
 KEYWORDS = [
     "deep learning",

@@ -1,4 +1,4 @@
-"""Import path of Megatron 2.x."""
+"""Import path of Megatron without `core`."""
 
 from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 from megatron.training.arguments.transformer_config_from_args import (

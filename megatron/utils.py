@@ -1,4 +1,4 @@
-"""Import path of Megatron 2.x."""
+"""Import path of Megatron without `core`."""
 
 from megatron.core.base.lazy_imports import all_names
 

@@ -258,6 +258,7 @@ ASKS_THE_PROCESS = {
     "models/T5/t5_model.py": "T5Model",
     "models/common/embeddings/rotary_pos_embedding.py": "RotaryEmbedding",
     "models/common/megatron_model.py": "MegatronCoreModel",
+    "tensor_parallel/batch_on_this_rank.py": "get_batch_on_this_tp_rank get_batch_on_this_cp_rank",
     "tensor_parallel/cross_entropy.py": "vocab_parallel_cross_entropy",
     "tensor_parallel/data.py": "broadcast_data",
     "tensor_parallel/layers.py": "tensor_parallel_of",

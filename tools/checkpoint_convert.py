@@ -4,22 +4,24 @@
     python tools/checkpoint_convert.py --load Llama-3.2-1B --save-hf Llama-3.2-1B-float32 --dtype float32 --max-shard-size 1GB
     python tools/checkpoint_convert.py --load Llama-3.2-1B --save checkpoints/llama
     python tools/checkpoint_convert.py --load checkpoints/books --save-dcp books-dcp
+    python tools/checkpoint_convert.py --load Llama-3.2-1B --save checkpoints/experts --num-experts 8 --moe-router-topk 2
 
 --load is a folder of checkpoints, or a folder of another project in a format that the trainer reads directly. --save-hf and
 --save need memory for two tensors. --save-dcp needs memory for the whole model, and writes a pickle (.metadata), which
-loading executes.
+loading executes. --num-experts turns a dense model into a mixture of experts that computes the same (upcycling).
 """
 # ruff: noqa: E402  (--help is answered before torch is imported, which takes seconds)
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, Positive, option
+from megatron.core.transformer.layer_freq_pattern import read_pattern
 from megatron.training.arguments.hf_export_config import DEFAULT_SHARD_SIZE, bytes_of, read_size
 from tools.errors import answer_help, missing, run_tool, tool_parser
 
@@ -34,7 +36,7 @@ class ConvertConfig(FlagConfig):
     save: str | None = option(
         None,
         "checkpoint folder to write instead, in this project's format; it must not exist, and --load is then a model "
-        "of another project",
+        "of another project, or --num-experts is given",
         metavar="DIR",
     )
     save_dcp: str | None = option(
@@ -64,6 +66,28 @@ class ConvertConfig(FlagConfig):
         False, "write the model even if tensors are missing; each missing tensor is named"
     )
 
+    num_experts: Count | None = option(
+        None, "with --save: give each layer this many experts, made of its MLP, in a model that computes the same"
+    )
+    moe_router_topk: Count = option(2, "with --num-experts: experts of each token")
+    moe_layer_freq: str = option(
+        "1",
+        "with --num-experts: which layers have experts: N: layers 0, N, 2 N, ...; or a list with 1 for those layers and 0 "
+        "for the others",
+        metavar="N|LIST",
+        read=read_pattern,
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = option(
+        "softmax", "with --num-experts: scores of the experts of a token"
+    )
+    moe_router_topk_scaling_factor: Positive | None = option(
+        None, "with --num-experts: multiply the weights of a token's experts by this; the experts are divided by it"
+    )
+    moe_upcycling_granularity: Count = option(
+        1, "with --num-experts: an expert is the Nth part of the MLP instead of a copy of it"
+    )
+    seed: int = option(1234, "with --num-experts: random seed of the routers' first weights")
+
     def problems(self) -> list[str]:
         problems = missing(self, "load")
         outputs = [self.save_hf, self.save, self.save_dcp]
@@ -82,6 +106,13 @@ class ConvertConfig(FlagConfig):
             for flag, value in hf_flags.items():
                 if value is not None:
                     problems.append(f"{flag} is for --save-hf: leave it out")
+        if self.num_experts is not None and self.save is None:
+            problems.append("--num-experts is for --save: give it too, or leave --num-experts out")
+        if self.num_experts is None:
+            for f in fields(self):
+                is_of_experts = f.name.startswith("moe_") or f.name == "seed"
+                if is_of_experts and getattr(self, f.name) != f.default:
+                    problems.append(f"--{f.name.replace('_', '-')} is for --num-experts: give it too, or leave it out")
         return problems
 
 
@@ -94,6 +125,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.convert import copy_checkpoint, open_any, write_hf_folder
 from megatron.convert.check_missing_keys import check_complete
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
+from megatron.convert.upcycle_to_experts import Upcycling, upcycle
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
@@ -101,6 +133,11 @@ from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import backend_of, exists, remove_tree
 from megatron.core.storage.path_or_url import is_url, path_of
 
+# settings of the model that is written with experts
+_OF_EXPERTS = (
+    *("num_experts", "moe_router_topk", "moe_layer_freq", "moe_router_score_function"),
+    "moe_router_topk_scaling_factor",
+)
 _MODEL = "model/"  # prefix of the names of a model's tensors in a checkpoint
 
 
@@ -110,7 +147,18 @@ def convert(config: ConvertConfig) -> None:
     if note := note_of_lost_buffers(checkpoint.state):
         print(note)
 
-    # --save: a checkpoint of ours from a folder of another project
+    # --save: a checkpoint of ours with experts, or one from a folder of another project
+    if config.num_experts is not None:
+        names = [f.name for f in fields(config) if f.name in _OF_EXPERTS]
+        settings = {name: getattr(config, name) for name in names}
+        upcycling = Upcycling(settings, config.moe_upcycling_granularity, config.seed)
+        options = {"allow_missing": config.allow_missing_tensors, "note": print}
+        upcycle(checkpoint, config.save, upcycling, config.dtype, **options)
+        print(
+            f"{config.load}: written to {config.save} with {config.num_experts} experts; a run takes it as "
+            "--pretrained-checkpoint"
+        )
+        return
     if config.save is not None:
         if not isinstance(checkpoint, StridedCheckpoint):
             raise ConfigError(f"--save: {config.load} is a checkpoint of ours already, which any layout loads")

@@ -3,7 +3,8 @@
     python tools/preprocess_data.py --input a.jsonl 'more/*.jsonl.gz' --output-prefix data/books --append-eod --workers 8 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
-Each line is an object such as {"text": "..."}; a list of strings is a document of several sequences. The output does not depend
+Each line is an object such as {"text": "..."}; a list of strings is a document of several sequences. With --sft it is a
+conversation, or a prompt with its answer, and the output a pair of files of tokens and one of masks. The output does not depend
 on --workers, and appears when it is complete. After a kill the same command resumes.
 """
 
@@ -29,11 +30,14 @@ from typing import Any, Literal, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import Count, FlagConfig, option
+from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import token_dtype
+from megatron.core.datasets.sft_dataset import make_encoder as make_sft_encoder
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tools.errors import missing, naming_flag, run_tool
 from tools.preprocessing.encode import SHOWN, Encoded, Encoder
+from tools.preprocessing.encode_examples import KEYS, ExampleEncoder
 from tools.preprocessing.pieces import PieceStore, append_piece, naming, read_summary, settings_text, write_piece
 from tools.preprocessing.sentences import nltk_starts, rule_starts, split_text
 from tools.preprocessing.sources import ENDINGS, LONGEST_LINE_MB, Piece, input_files, read_pieces, total_size
@@ -60,6 +64,15 @@ class PreprocessConfig(FlagConfig):
         None, "output: PREFIX_KEY_document.bin and .idx, or PREFIX_KEY_sentence", metavar="PREFIX", required=True
     )
     append_eod: bool = option(False, "append the end-of-document token to each document")
+    sft: bool = option(
+        False,
+        "for fine-tuning: lines are conversations, or prompts with answers; writes PREFIX_sft_document and the masks of "
+        "their losses, PREFIX_sft_loss_mask_document",
+    )
+    chat_template: str | None = option(
+        None, "with --sft: chat template (Jinja) instead of that of the tokenizer's folder", metavar="FILE"
+    )
+    sft_split_turns: bool = option(False, "with --sft: make each answer of a conversation an example of its own")
     split_sentences: bool = option(False, "make one sequence per sentence instead of per document, for BERT and T5")
     sentence_splitter: Literal["rules", "nltk"] = option(
         "rules", "rules: built-in rules for English and similar languages; nltk: the package nltk"
@@ -81,6 +94,16 @@ class PreprocessConfig(FlagConfig):
         yield from missing(self, "input", "output_prefix", "json_keys")
         if separated := [key for key in self.json_keys if "/" in key or "\0" in key]:
             yield f"--json-keys {separated[0]} cannot be part of a file's name, as the output's; rename the key"
+        if self.sft:
+            others = {
+                "--json-keys": self.json_keys != ["text"],
+                "--append-eod": self.append_eod,
+                "--split-sentences": self.split_sentences,
+            }
+            for flag in (flag for flag, is_given in others.items() if is_given):
+                yield f"{flag} is about texts, and --sft reads examples, which end by themselves; leave it out"
+            if any(name.endswith(".parquet") for name in self.input or ()):
+                yield "--sft reads JSON lines, and a Parquet file was given; write its rows as JSON lines first"
         if self.lang != "english" and self.split_sentences and self.sentence_splitter == "rules":
             yield f"--lang {self.lang}: the rules are for English; use --sentence-splitter nltk"
 
@@ -92,12 +115,17 @@ class PreprocessConfig(FlagConfig):
             "--lang": self.lang != "english",
             "--keep-newlines": self.keep_newlines,
         }
+        unused = {"--chat-template": self.chat_template is not None, "--sft-split-turns": self.sft_split_turns}
+        of_examples = [] if self.sft else [flag for flag, is_given in unused.items() if is_given]
         given = [] if self.split_sentences else [flag for flag, is_given in of_sentences.items() if is_given]
-        return dict.fromkeys(given, "only --split-sentences looks for sentences")
+        reasons = dict.fromkeys(given, "only --split-sentences looks for sentences")
+        return reasons | dict.fromkeys(of_examples, "only --sft reads examples")
 
     @property
     def keys(self) -> list[str]:
-        """The --json-keys, each once."""
+        """The --json-keys, each once; with --sft those of tokens and masks."""
+        if self.sft:
+            return list(KEYS)
         return list(dict.fromkeys(self.json_keys))
 
     @property
@@ -106,8 +134,11 @@ class PreprocessConfig(FlagConfig):
         return "sentence" if self.split_sentences else "document"
 
 
-def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Encoder:
-    """Build the tokenizer and the sentence splitter of these settings."""
+def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Encoder | ExampleEncoder:
+    """Build the tokenizer and the sentence splitter, or the chat template, of these settings."""
+    if config.sft:
+        data = DataConfig(chat_template=config.chat_template, sft_split_turns=config.sft_split_turns)
+        return ExampleEncoder(make_sft_encoder(data, build_tokenizer(tokenizer_config)))
     split = None
     if config.split_sentences:
         starts = rule_starts if config.sentence_splitter == "rules" else nltk_starts(config.lang)
@@ -118,7 +149,10 @@ def make_encoder(config: PreprocessConfig, tokenizer_config: TokenizerConfig) ->
 def make_store(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PieceStore:
     """Return the store of this output's pieces, keyed by all settings that their tokens depend on."""
     names = ("keys", "append_eod", "split_sentences", "sentence_splitter", "lang", "keep_newlines")
-    settings = settings_text({name: getattr(config, name) for name in names}, asdict(tokenizer_config))
+    values = {name: getattr(config, name) for name in names}
+    if config.sft:  # without it the names of earlier pieces stay
+        values |= {"chat_template": config.chat_template, "sft_split_turns": config.sft_split_turns}
+    settings = settings_text(values, asdict(tokenizer_config))
     return PieceStore(f"{config.output_prefix}.pieces", f"{_FORMAT} {settings}")
 
 
@@ -131,7 +165,7 @@ class Finished(NamedTuple):
     is_reused: bool  # stored by an earlier run
 
 
-def finish_piece(piece: Piece, path: str, skip: bool, encoder: Encoder | None = None) -> Finished:
+def finish_piece(piece: Piece, path: str, skip: bool, encoder: Encoder | ExampleEncoder | None = None) -> Finished:
     """Encode a piece and store it, unless it has bad lines and `skip` is False. encoder: default: this worker's."""
     encoder = encoder or _encoder
     encoded = encoder.encode(piece.chunks)
@@ -142,7 +176,7 @@ def finish_piece(piece: Piece, path: str, skip: bool, encoder: Encoder | None = 
 
 # The encoder of a worker process. A tokenizer takes a second to build and cannot always be pickled, so each worker
 # builds one at its start.
-_encoder: Encoder | None = None
+_encoder: Encoder | ExampleEncoder | None = None
 
 
 def _start_worker(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
@@ -319,12 +353,13 @@ def run(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     counts = progress.all
     num_reused = progress.reused["pieces"]
     reused = f", {num_reused} of {counts['pieces']} pieces from an earlier run" if num_reused else ""
-    prefixes = " ".join(f"{config.output_prefix}_{key}_{config.level}" for key in config.keys)
+    keys = config.keys[:1] if config.sft else config.keys  # masks are found by the name of their tokens
+    prefixes = " ".join(f"{config.output_prefix}_{key}_{config.level}" for key in keys)
     print(
         f"done: {progress.line()}, {counts['skipped']} lines skipped{reused}; wrote --data-path {prefixes}",
         file=sys.stderr,
     )
-    if not (config.append_eod or config.split_sentences):
+    if not (config.append_eod or config.split_sentences or config.sft):
         note = "no end-of-document tokens: a GPT sees no border between documents; give --append-eod to add them"
         print(note, file=sys.stderr)
 

@@ -8,6 +8,8 @@ One table for each model family serves both.
     strided_reads_of_foreign_files   tensors as byte ranges of the folder's files, of which a rank of any layout reads
                                      what it needs
     import_checkpoint                writes an opened folder as a checkpoint of ours, while it is read
+    upcycle_to_experts               writes a dense model as a mixture of experts that computes the same
+    read_mxfp4                       weights in MXFP4, which are read as bfloat16
     plan_hf_folder                   plans a Hugging Face folder
     export_checkpoint_to_hf          writes that of a checkpoint
     gather_ranks_to_hf_folder        writes that of running ranks

@@ -123,7 +123,7 @@ def _hf_params_of(family: Family, state: Mapping[str, Any], param: str) -> list[
     layer = next((part for part in param.split(".") if part.isdigit()), "")
     for mapping in family.mappings:
         if mapping.gated in (None, config.is_gated) and mapping.param.format(i=layer, j=layer) == param:
-            return [name.format(i=layer, j=layer) for name in mapping.hf_params]
+            return list(mapping.of_layer(int(layer or 0), config.num_experts or 0).hf_params)
     return []
 
 

@@ -53,6 +53,8 @@ _MOST_BYTES = 256 << 20  # of one of these files
 _EOS_ID = "eos_token_id"
 _SPECIAL_IDS = ("bos_token_id", _EOS_ID, "pad_token_id", "sep_token_id")
 _MOST_IDS = 64
+# Numbers of training, which no flag here takes from the file.
+_NUMBERS = ("initializer_range", "router_aux_loss_coef", "router_jitter_noise")
 OTHER_FOLDER = "--tokenizer DIR of tools/checkpoint_convert.py takes them from another folder"
 
 # tokenizer_config.json: transformers 5 -> the spelling that 4 and 5 read
@@ -73,8 +75,10 @@ def _is_kept(name: str, value: Any) -> bool:
         return value is None or _is_id(value)
     if name == START_ID:
         return _is_id(value) and value >= 0
-    if name == "initializer_range":
+    if name in _NUMBERS:
         return type(value) in (int, float) and math.isfinite(value)
+    if name == "output_router_logits":
+        return isinstance(value, bool)
     return name == "tokenizer_class" and isinstance(value, str) and bool(re.fullmatch(r"\w{1,100}", value))
 
 
@@ -161,7 +165,7 @@ class Provenance:
 
     def without_tokenizer(self) -> "Provenance":
         """Return the record for a run that continues with another tokenizer: without the first one's ids and files."""
-        kept = {name: value for name, value in self.kept.items() if name == "initializer_range"}
+        kept = {name: value for name, value in self.kept.items() if name in (*_NUMBERS, "output_router_logits")}
         return replace(self, kept=kept, files={}, ends=[])
 
 

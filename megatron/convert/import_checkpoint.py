@@ -16,6 +16,7 @@ from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint, k
 from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import LocalTensor, save_checkpoint
+from megatron.core.dist_checkpointing.manifest_format import BUFFER
 from megatron.core.offload.stored_tensor import StoredTensor
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import Box, flat_range_to_boxes, size_of, whole
@@ -44,7 +45,8 @@ def copy_checkpoint(
     tensors = {}
     for name, record in records.items():
         box = whole(record.shape)
-        values = _LazyTensor(checkpoint, name, dtype or record.dtype)
+        is_buffer = name.startswith(BUFFER)  # which keeps its dtype
+        values = _LazyTensor(checkpoint, name, record.dtype if is_buffer else dtype or record.dtype)
         tensors[name] = LocalTensor(values, record.shape, [(box, box)], True)
     return save_checkpoint(root, checkpoint.iteration, tensors, checkpoint.state, ALONE)
 

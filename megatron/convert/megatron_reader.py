@@ -79,7 +79,8 @@ def manifest_of_megatron(model: MegatronModel, iteration: int, path: Path) -> Ma
     for name, parts in model.parts.items():
         try:
             pieces = tuple(piece_of(*part) for part in parts)
-            records[f"model/{name}"] = TensorRecord(parts[0].tensor.dtype, shape_of([x.box for x in parts]), pieces)
+            kind = "buffer" if name.endswith(".router.expert_bias") else "model"
+            records[f"{kind}/{name}"] = TensorRecord(parts[0].tensor.dtype, shape_of([x.box for x in parts]), pieces)
         except ValueError as error:
             problems.append(f"{name!r:.90}: {error}")
     embedding = records.get(f"model/{WORD_EMBEDDINGS}")

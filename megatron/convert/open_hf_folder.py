@@ -20,6 +20,7 @@ from megatron.convert.families.weight_layout import HeadCounts
 from megatron.convert.formats.read_hf_config_and_headers import CONFIG, HFFolder, are_equal, read_hf_folder, read_json
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.convert.hf_origin import TOKENIZER_CONFIG, Provenance
+from megatron.convert.read_mxfp4 import BLOCKS, SCALES, mxfp4_record
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint, record_of
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, TensorRecord
 from megatron.core.parallel import collectives
@@ -41,8 +42,8 @@ def param_mappings(family: Family, config: ModelConfig) -> Iterator[ParamMapping
         elif "{j}" in mapping.param:
             layers = config.decoder_layers
         for i in range(layers):
-            hf_params = tuple(name.format(i=i, j=i) for name in mapping.hf_params)
-            yield ParamMapping(mapping.param.format(i=i, j=i), mapping.operation, hf_params)
+            if mapping.experts in (None, config.is_moe_layer(i)):
+                yield mapping.of_layer(i, config.num_experts or 0)
 
 
 def head_counts_of(config: ModelConfig) -> HeadCounts:
@@ -63,20 +64,31 @@ def tensor_records(
     records = {}
     used = set()
     problems = []
-    for param, operation, hf_params, _ in mappings:
-        present = [name for name in hf_params if name in tensors]
+    for mapping in mappings:
+        param = mapping.param
+        hf_params = mapping.hf_params
+        packed = [hf_params[0] + suffix for suffix in (BLOCKS, SCALES)]
+        if not any(name in tensors for name in packed):
+            packed = []
+        present = [name for name in packed or hf_params if name in tensors]
         used.update(present)
         is_tied_output = param == f"{OUTPUT_LAYER}.weight" and not config.untie_embeddings_and_output_weights
         if not present or is_tied_output:
             continue
-        missing = sorted({*hf_params} - {*present})
+        missing = sorted({*(packed or hf_params)} - {*present})
         if missing:
-            problems.append(f"holds {present[0]!r} without {', '.join(map(repr, missing))}")
+            more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""
+            shown = missing[:3] if more else missing
+            problems.append(f"holds {present[0]!r} without {', '.join(map(repr, shown))}{more}")
             continue
         try:
-            records[param] = record_of(operation, head_counts_of(config), [tensors[name] for name in hf_params])
+            if packed:
+                records[param] = mxfp4_record(mapping.operation, *(tensors[name] for name in packed))
+                continue
+            records[param] = record_of(mapping.operation, head_counts_of(config), [tensors[name] for name in hf_params])
         except ValueError as error:
-            problems.append(f"holds {', '.join(map(repr, hf_params))} of other shapes than {CONFIG} says ({error})")
+            names = ", ".join(map(repr, present[:6])) + (" and more" if len(present) > 6 else "")
+            problems.append(f"holds {names} of other shapes than {CONFIG} says ({error})")
     ignored = _ignored_names(family)
     unknown = [name for name in tensors if name not in used and not ignored.fullmatch(name)]
     problems += [f"holds {name!r:.80}, for which the model has no place" for name in unknown]

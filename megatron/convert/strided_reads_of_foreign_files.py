@@ -33,6 +33,10 @@ class StridedPiece(Piece):
     dtype: str = ""
     strides: tuple[int, ...] = ()  # in elements
 
+    def read(self, folder: Path, box: Box, name: str) -> Iterator[tuple[Box, Tensor]]:
+        """Read the elements in `box`, as `read_box` does."""
+        return read_box(folder, self, box, name)
+
 
 def record_of(operation: str, heads: HeadCounts, hf_tensors: Sequence[TensorInFile]) -> TensorRecord:
     """Return the tensor of ours that an operation makes of Hugging Face tensors.
@@ -79,7 +83,7 @@ class StridedCheckpoint(Checkpoint):
         """
         record = self.manifest.tensors[name]
         for piece in record.pieces:
-            for part, values in read_box(self.folder, piece, whole(size_of(piece.box)), name):
+            for part, values in piece.read(self.folder, whole(size_of(piece.box)), name):
                 box = _shifted(part, piece.box)
                 buffer = next(rooms)[: values.numel() * values.itemsize].view(values.dtype)
                 yield contiguous_flat_range(box, record.shape)[0], buffer.copy_(values.reshape(-1))
@@ -98,7 +102,7 @@ class StridedCheckpoint(Checkpoint):
             overlap = intersect(piece.box, pair[0])
             region = local.region(pair)
             overlap_in_region = relative_to(overlap, pair[0])
-            for part, values in read_box(self.folder, piece, relative_to(overlap, piece.box), name):
+            for part, values in piece.read(self.folder, relative_to(overlap, piece.box), name):
                 target = _shifted(part, overlap_in_region)
                 if isinstance(region, StoredTensor):
                     region.put(target, values)

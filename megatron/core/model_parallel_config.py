@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.base.lazy_imports import names_of_megatron
+
 
 @dataclass
 class ModelParallelConfig:
@@ -78,3 +80,6 @@ class ModelParallelConfig:
     cpu_offloading_double_buffering: bool = False
     barrier_with_L1_time: bool = True
     pipeline_model_parallel_split_rank: int | None = None
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -333,4 +333,18 @@ _NOT_BUILT = {
     "is_pipeline_stage_after_split": _SPLIT,
 }
 
-__getattr__ = not_built(__name__, _NOT_BUILT)
+# Megatron's variables of groups: what they hold is asked when they are read.
+_GROUPS = {
+    "_DATA_PARALLEL_GROUP": get_data_parallel_group,
+    "_EMBEDDING_GROUP": get_embedding_group,
+    "_MODEL_PARALLEL_GROUP": get_model_parallel_group,
+    "_PIPELINE_MODEL_PARALLEL_GROUP": get_pipeline_model_parallel_group,
+    "_TENSOR_MODEL_PARALLEL_GROUP": get_tensor_model_parallel_group,
+}
+_other = not_built(__name__, _NOT_BUILT)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _GROUPS:
+        return _GROUPS[name]() if model_parallel_is_initialized() else None
+    return _other(name)

@@ -64,6 +64,56 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     return installed >= version if check_equality else installed > version
 
 
+def get_torch_version() -> TorchVersion:
+    """Return the version of torch, which compares with texts such as "2.1.0"."""
+    return TorchVersion(torch.__version__)
+
+
+def get_te_version() -> TorchVersion:
+    """Return 0.0.0: Transformer Engine is not used, installed or not."""
+    return TorchVersion("0.0.0")
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """Return False: Transformer Engine is not used, installed or not."""
+    del version, check_equality
+    return False
+
+
+class StragglerDetector:
+    """Megatron's detector as scripts use it: `with stimer(bdata=True):` around the batch, `with stimer:` around the model.
+
+    It measures nothing. A run's slow ranks are found by the time that each waits for others (--log-straggler), which
+    needs no marks in a script.
+    """
+
+    enabled = False
+
+    def configure(self, *_: Any, **__: Any) -> None:
+        """Do nothing: --log-straggler configures the run's own detector."""
+
+    def __call__(self, bdata: bool = False) -> "StragglerDetector":
+        del bdata
+        return self
+
+    def __enter__(self) -> "StragglerDetector":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        """Do nothing, as `with` does."""
+
+    def stop(self) -> None:
+        """Do nothing, as `with` does."""
+
+    def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
+        """Return False: nothing was reported."""
+        del total_flops, log_interval
+        return False
+
+
 def get_model_config(model: Any) -> Any:
     """Return the config of the model inside its wrappers."""
     return get_attr_wrapped_model(model, "config")
@@ -75,6 +125,11 @@ if TYPE_CHECKING:
         make_tp_sharded_tensor_for_checkpoint as make_tp_sharded_tensor_for_checkpoint,
     )
     from megatron.core.parallel_state import GlobalMemoryBuffer as GlobalMemoryBuffer
+    from megatron.core.tensor_parallel.batch_on_this_rank import (
+        flatten_batch_for_packed_sequences as flatten_batch_for_packed_sequences,
+        get_batch_on_this_cp_rank as get_batch_on_this_cp_rank,
+        get_batch_on_this_tp_rank as get_batch_on_this_tp_rank,
+    )
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -83,5 +138,8 @@ __getattr__, __dir__ = lazy_names(
             "make_sharded_tensor_for_checkpoint make_tp_sharded_tensor_for_checkpoint"
         ),
         "megatron.core.parallel_state": "GlobalMemoryBuffer",
+        "megatron.core.tensor_parallel.batch_on_this_rank": (
+            "flatten_batch_for_packed_sequences get_batch_on_this_cp_rank get_batch_on_this_tp_rank"
+        ),
     },
 )

@@ -1,1 +1,1 @@
-"""Import path of Megatron 2.x: `megatron.legacy.data`."""
+"""Import path of Megatron without `core`: `megatron.legacy.data`."""

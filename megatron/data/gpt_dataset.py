@@ -1,4 +1,4 @@
-"""Import path of Megatron 2.x."""
+"""Import path of Megatron without `core`."""
 
 from megatron.legacy.data.datasets import build_gpt as build_train_valid_test_datasets
 

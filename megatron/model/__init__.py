@@ -1,5 +1,6 @@
-"""Import path of Megatron 2.x: `megatron.legacy.model`."""
+"""Import path of Megatron without `core`: `megatron.legacy.model`."""
 
 from megatron.legacy.model.bert_model import BertModel as BertModel
 from megatron.legacy.model.gpt_model import GPTModel as GPTModel
 from megatron.legacy.model.module import Float16Module as Float16Module
+from megatron.legacy.model.t5_model import T5Model as T5Model

@@ -1,1 +1,1 @@
-"""Import path of Megatron 2.x."""
+"""Import path of Megatron without `core`."""

@@ -1,4 +1,4 @@
-"""Import path of Megatron 2.x."""
+"""Import path of Megatron without `core`."""
 
 from megatron.training.tokenizer.gpt2_tokenization import (
     PRETRAINED_MERGES_ARCHIVE_MAP as PRETRAINED_MERGES_ARCHIVE_MAP,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         print_rank_last as print_rank_last,
     )
     from megatron.training.initialize import initialize_megatron as initialize_megatron
-    from megatron.training.training import pretrain as pretrain
+    from megatron.training.training import pretrain as pretrain, set_startup_timestamps as set_startup_timestamps
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -40,6 +40,6 @@ __getattr__, __dir__ = lazy_names(
         ".build": "get_model build_train_valid_test_data_iterators setup_model_and_optimizer",
         ".global_vars": "get_args get_runtime get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last",
         ".initialize": "initialize_megatron",
-        ".training": "pretrain",
+        ".training": "pretrain set_startup_timestamps",
     },
 )

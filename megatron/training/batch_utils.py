@@ -1,6 +1,8 @@
 """Batches, masks and averaged losses of a script's forward step have the names that Megatron's scripts call them by."""
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,14 +10,47 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.ops.attention.masks import Documents
-from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel import collectives
+from megatron.core.tensor_parallel import batch_on_this_rank
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import plain_cross_entropy_of
 from megatron.training.global_vars import get_runtime
 
+SPLITS = ("train", "valid", "test")
 NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")  # in the order in which scripts unpack them
+
+
+def get_blend_and_blend_per_split(args: Any) -> tuple[Any, Any]:
+    """Return the data files of `args`: (prefixes, weights or None) or None, and one such for each split, or None.
+
+    They are those of --data-path or --data-args-path, or of --train-data-path and its relatives or
+    --per-split-data-args-path. Raises ValueError if both kinds of a choice are given.
+    """
+    paths = args.data_path
+    if args.data_args_path is not None:
+        if paths is not None:
+            raise ValueError("--data-path and --data-args-path both name the data; give one of them")
+        paths = Path(args.data_args_path).read_text().split()
+    if paths is not None:
+        return get_blend_from_list(paths), None
+
+    by_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    if args.per_split_data_args_path is not None:
+        of_file = json.loads(Path(args.per_split_data_args_path).read_text())
+        by_split = [of_file[split].split() if isinstance(of_file[split], str) else of_file[split] for split in SPLITS]
+    if not any(by_split):
+        return None, None
+    return None, [get_blend_from_list(words) for words in by_split]
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
+    """Return whether this rank, or its chunk `vp_stage`, has the first or the last stage: those that read batches."""
+    ignores_virtual = vp_stage is None
+    return parallel_state.is_pipeline_first_stage(ignores_virtual, vp_stage) or parallel_state.is_pipeline_last_stage(
+        ignores_virtual, vp_stage
+    )
 
 
 @accepts_defaults_only(mtp_on_this_rank=False)
@@ -52,21 +87,9 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
 
 
 @accepts_defaults_only(cp_group=None)
-def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Return this context-parallel rank's part of each sample: [b, s] -> [b, s / c].
-
-    Of an attention mask it is that of the queries: [b, 1, s, s] -> [b, 1, s / c, s]. `Documents` stay whole,
-    since a query sees keys of other ranks. Labels must have been shifted before. Raises ConfigError if the ranks
-    do not divide s.
-    """
-    sequence = parallel_state.get_mesh().sequence
-    shards = {}
-    for name, x in batch.items():
-        if isinstance(x, Tensor):
-            dim = 2 if name == "attention_mask" else 1
-            x = shard_sequence(x, sequence, dim=dim)  # [b, s / cp]; a mask [b, 1, s / cp, s]
-        shards[name] = x
-    return shards
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return this context-parallel rank's part of each sample, as core's function of this name does."""
+    return batch_on_this_rank.get_batch_on_this_cp_rank(batch)
 
 
 def rank_part_of_mean_loss(total: Tensor, count: Tensor) -> Tensor:

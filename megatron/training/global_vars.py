@@ -4,6 +4,7 @@ Scripts read it by get_args, get_timers and so on.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.training.arguments.command_line import Arguments
+from megatron.training.arguments.command_line import Arguments, ExtraArgs
 from megatron.training.arguments.config import Config
 
 
@@ -149,6 +150,7 @@ _runtime: Runtime | None = None
 
 class _ThreadOverride(threading.local):
     runtime: Runtime | None = None
+    args: Arguments | None = None  # while there is no run, inside `with_args`
     acts = False  # whether the thread is inside `acting_as`
 
 
@@ -200,9 +202,66 @@ def get_runtime() -> Runtime:
     return runtime
 
 
+@dataclass
+class ParsedFirst:
+    """The arguments of a script that parses them before its run is set up, and how it parsed them."""
+
+    args: Arguments
+    extra_args_provider: ExtraArgs | None = None
+    args_defaults: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(init=False)  # as they were parsed
+
+    def __post_init__(self) -> None:
+        self.values = dict(vars(self.args))
+
+    def copy_changes_to(self, args: Arguments) -> None:
+        """Assign to the run's `args` what the script has added or assigned since."""
+        for name, value in vars(self.args).items():
+            if name not in self.values or self.values[name] is not value:
+                setattr(args, name, value)
+
+
+_parsed_first: ParsedFirst | None = None
+
+
+def set_parsed_first(parsed: ParsedFirst | None) -> None:
+    """Let `get_args` return these arguments while there is no run."""
+    global _parsed_first
+    _parsed_first = parsed
+
+
+def get_parsed_first() -> ParsedFirst | None:
+    """Return the arguments that this process's script has parsed before its run; None if it has not."""
+    return _parsed_first
+
+
 def get_args() -> Arguments:
-    """Return every setting and every other flag of Megatron, by its name in Megatron's `args`."""
+    """Return every setting and every other flag of Megatron, by its name in Megatron's `args`.
+
+    Before the run they are those of `parse_and_validate_args`.
+    """
+    if (_override.runtime or _runtime) is None:
+        if _override.args is not None:
+            return _override.args
+        if _parsed_first is not None:
+            return _parsed_first.args
     return get_runtime().args
+
+
+def with_args(args: Arguments, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return the function, in which `get_args` returns `args` before there is a run. None stays None."""
+    if function is None:
+        return None
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> Any:
+        _override.args = args
+        try:
+            return function(*positional, **named)
+        finally:
+            _override.args = None
+
+    return call
 
 
 def get_tokenizer() -> Tokenizer:

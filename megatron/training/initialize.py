@@ -62,7 +62,7 @@ from megatron.training.arguments.validation import check, drop_doubtful_problems
 from megatron.training.checkpointing.save_and_load import load_saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
-from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of
+from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of, with_args
 from megatron.training.memory.memory_check import offload_notes
 
 
@@ -135,6 +135,9 @@ def initialize_megatron(
     # create the groups of the mesh
     rank_status.enter("making groups")
     config = settings.config
+    # a script's choice of ranks may read the settings
+    get_embedding_ranks = with_args(settings.args, get_embedding_ranks)
+    get_position_embedding_ranks = with_args(settings.args, get_position_embedding_ranks)
     mesh = parallel_state.initialize_model_parallel(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,

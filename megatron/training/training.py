@@ -8,6 +8,7 @@ pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_o
     shut down       whatever happened, every rank in the same order     failure_shutdown.py
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +28,14 @@ from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
+from megatron.training.argument_utils import PretrainConfigContainer
 from megatron.training.arguments.checkpoint_to_load import resume_hint
 from megatron.training.arguments.command_line import ExtraArgs
 from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
 from megatron.training.build_model_and_optimizer import ModelProvider
 from megatron.training.fault_tolerance import exit_on_ctrl_c, exit_with_launcher, failure_shutdown, hang_watch
 from megatron.training.fault_tolerance.exit_conditions import stop_listening
-from megatron.training.global_vars import Runtime, set_runtime
+from megatron.training.global_vars import ParsedFirst, Runtime, set_runtime
 from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.memory import oom_advice
 from megatron.training.trainer import NonLossData, Trainer
@@ -54,9 +56,49 @@ class Script(NamedTuple):
     rules: ModelRules
     group_of: GroupRule
     argv: Sequence[str] | None
+    parsed: ParsedFirst | None = None  # by a script that has parsed its arguments first
 
 
-@accepts_defaults_only(store=None, inprocess_call_wrapper=None)
+def takes_arguments_first(function: Callable[..., None]) -> Callable[..., None]:
+    """Let `pretrain` take Megatron's container of parsed arguments in front, in either order of what follows.
+
+    (container, datasets provider, model provider, model type, forward step, process_non_loss_data_func, ...)
+    (container, datasets provider, model type, forward step[, model provider], process_non_loss_data_func, ...)
+    """
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> None:
+        container = positional[0] if positional else named.pop("cfg_container", None)
+        if not isinstance(container, PretrainConfigContainer):
+            return function(*positional, **named)
+        names = ["train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"]
+        if len(positional) > 2 and isinstance(positional[2], ModelType):
+            names = [names[0], names[2], names[3], names[1]]
+        names += [
+            "process_non_loss_data_func",
+            "get_embedding_ranks",
+            "get_position_embedding_ranks",
+            "non_loss_data_func",
+            "store",
+            "inprocess_call_wrapper",
+        ]
+        given = dict(zip(names, positional[1:], strict=False))
+        if len(positional) - 1 > len(names) or given.keys() & named.keys():
+            raise TypeError(f"pretrain() takes {', '.join(names)} behind the arguments, each once")
+        given |= named
+        if given.get("model_provider") is None:
+            given["model_provider"] = container.model_provider
+        if given["model_provider"] is None:
+            raise TypeError("pretrain() needs a model_provider, or a model's config in the container of arguments")
+        return function(**given, parsed=container.parsed)
+
+    return call
+
+
+@takes_arguments_first
+@accepts_defaults_only(
+    store=None, inprocess_call_wrapper=None, p2p_communicator=None, pg_collection=None, skip_model_parallel_init=False
+)
 def pretrain(
     train_valid_test_dataset_provider: DatasetsProvider,
     model_provider: ModelProvider,
@@ -72,10 +114,12 @@ def pretrain(
     rules: ModelRules = NO_RULES,
     group_of: GroupRule = default_group,
     argv: Sequence[str] | None = None,
+    parsed: ParsedFirst | None = None,
 ) -> None:
     """Train a model from the command line's settings. Every process of the job calls it.
 
-    The arguments have Megatron's order; the order of Megatron 2.5, without model_type, works too.
+    The arguments have Megatron's order; an earlier one, without model_type, works too, and so do the later ones, which
+    have the container of `pretrain_cfg_container_from_args` in front (`takes_arguments_first`).
     Invalid settings end all processes with code 2. A later error ends them with code 1, or 3 if numbers are wrong, and
     with the message of the failing rank. A job of one process raises that error, unless the message alone says what to
     change (for example for a NaN loss).
@@ -94,8 +138,9 @@ def pretrain(
     get_embedding_ranks, get_position_embedding_ranks: as in `initialize_model_parallel`
     rules: the model's own rules about settings, beside the rules for every run
     group_of(name, placement) -> the group that sets how this parameter is updated
+    parsed: how a script has parsed its arguments, if it did so first
     """
-    # accept Megatron 2.5's order: (datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults)
+    # accept the order without a model type: (datasets_provider, model_provider, forward_step, extra_args_provider, args_defaults)
     if forward_step_func is None or not isinstance(model_type, ModelType):
         args_defaults = process_non_loss_data_func or args_defaults
         process_non_loss_data_func = None
@@ -104,6 +149,11 @@ def pretrain(
         if isinstance(forward_step_func, ModelType) or not callable(forward_step_func):
             expected = "forward_step(data_iterator, model) -> (output, loss_func)"
             raise TypeError(f"pretrain() needs {expected} after the model type")
+
+    # the settings of a script that has parsed them itself
+    if parsed is not None:
+        extra_args_provider = parsed.extra_args_provider
+        args_defaults = parsed.args_defaults
 
     # an encoder and decoder model has a decoder, as long as the encoder unless the flag gives another length
     if model_type is ModelType.encoder_and_decoder:
@@ -124,6 +174,7 @@ def pretrain(
             rules=rules,
             group_of=group_of,
             argv=argv,
+            parsed=parsed,
         )
     )
 
@@ -163,6 +214,8 @@ def _run(script: Script, began: float, ctrl_c: exit_on_ctrl_c.ExitOnInterrupt) -
         runtime = initialize_megatron(
             script.extra_args_provider, script.args_defaults, argv=script.argv, rules=script.rules, **script.ranks_of
         )
+        if script.parsed is not None:
+            script.parsed.copy_changes_to(runtime.args)
 
         # under NCCL, end this rank too if another fails, which collectives would not notice
         listener = failure_shutdown.start_failure_listener()
@@ -239,6 +292,14 @@ def interruption_message(runtime: Runtime | None, trainer: Trainer | None) -> st
     save = None if runtime is None else runtime.config.checkpoint.save
     iteration = None if trainer is None else trainer.state.iteration
     return exit_on_ctrl_c.farewell(iteration, resume_hint(save))
+
+
+def set_startup_timestamps(program_start: float | None = None, main_entry: float | None = None) -> None:
+    """Do nothing: the log's times count from `pretrain`."""
+
+
+def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
+    """Do nothing: the FLOPs of a step count whole samples, as a run without packed sequences has them."""
 
 
 __getattr__ = names_of_megatron(__name__)

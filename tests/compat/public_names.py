@@ -1,4 +1,4 @@
-"""The public names of each file of Megatron core 0.16.1 at whose path a file of ours stands, read from a clone.
+"""The public names of each file of Megatron core at whose path a file of ours stands, read from a clone: those of each of `TAGS`.
 
     python tests/compat/public_names.py CLONE > tests/megatron_public_names.json
 
@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TAG = "core_v0.16.1"
+TAGS = ("core_v0.12.0", "core_v0.16.1", "core_v0.17.1", "core_v0.18.0", "core_v0.19.0")
 NOT_NAMES = {"logger", "T"}  # of logging, and a type variable
 
 
@@ -60,13 +60,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("clone", help="a clone of Megatron-LM")
     clone = parser.parse_args().clone
-    found = {}
-    for path in git(clone, "ls-tree", "-r", "--name-only", TAG, "megatron").split():
-        if path.endswith(".py") and (ROOT / path).is_file():
-            names = public_names(git(clone, "show", f"{TAG}:{path}"), is_package=path.endswith("__init__.py"))
-            module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            found[module] = sorted(names)
-    print(json.dumps({module: " ".join(names) for module, names in found.items() if names}, indent=1))
+    found: dict[str, set[str]] = {}
+    for tag in TAGS:
+        for path in git(clone, "ls-tree", "-r", "--name-only", tag, "megatron").split():
+            if path.endswith(".py") and (ROOT / path).is_file():
+                names = public_names(git(clone, "show", f"{tag}:{path}"), is_package=path.endswith("__init__.py"))
+                module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+                found[module] = found.get(module, set()) | names
+    named = {module: " ".join(sorted(names)) for module, names in sorted(found.items()) if names}
+    print(json.dumps(named, indent=1))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ what it puts in a table of megatron is taken out again. A promise must take less
 import shutil
 from functools import partial
 from pathlib import Path
+from shlex import split
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ def fork(request, tmp_path, monkeypatch) -> SimpleNamespace:
     flags = (folder / "flags").read_text().splitlines() if (folder / "flags").exists() else ["", ""]
     with leaving_nothing_of(folder):
         monkeypatch.syspath_prepend(folder)
-        yield SimpleNamespace(**script_at(str(folder / "pretrain.py"))._asdict(), flags=flags)
+        yield SimpleNamespace(**script_at(str(folder / "pretrain.py"), split(SIZES + flags[0]))._asdict(), flags=flags)
 
 
 def train_rank(mesh: Mesh, fork: SimpleNamespace, flags: str) -> SimpleNamespace:

@@ -25,7 +25,7 @@ REFUSALS = {
     "empty value": (1, MOCK + "--save ''", "--save"),
     "not a choice": (1, MOCK + "--normalization Batch", "--normalization Batch LayerNorm RMSNorm"),
     "renamed": (1, MOCK + "--batch-size 4", "--batch-size --micro-batch-size"),
-    "not built": (1, MOCK + "--use-megatron-fsdp", "--use-megatron-fsdp --zero-stage 3"),
+    "not built": (1, MOCK + "--multi-latent-attention", "--multi-latent-attention --group-query-attention"),
     "experts of a rank": (
         2,
         MOCK + "--num-experts 3 --expert-model-parallel-size 2",

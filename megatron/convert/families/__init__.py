@@ -4,7 +4,7 @@
     config_fields, rope, sliding_window   the fields: keys of a config.json <-> our settings
     weight_layout                         the operations of mappings: tensors of a folder <-> our tensors (no torch)
     bert, gpt2_neox_phi_starcoder2,       the families; `registry` has all of them by model_type
-    llama_like, t5
+    llama_like, mixture_of_experts, t5
     config_json                           a full config.json <-> our settings
 
 To add a family: a `Family` in a file of its own, and a line in `registry`.

@@ -29,9 +29,44 @@ def _rotary_positions(model: ModelConfig) -> list[Any]:
     return ropes
 
 
+def _layers_with_experts(model: ModelConfig) -> list[bool]:
+    return [model.is_moe_layer(i) for i in range(model.num_layers)]
+
+
+def _dense_width(model: ModelConfig) -> int | None:
+    """Return the width of the MLP of layers without experts; None if there is no such layer."""
+    return None if all(_layers_with_experts(model)) else model.ffn_size
+
+
+def _shared_width(model: ModelConfig) -> int | None:
+    return model.moe_shared_expert_intermediate_size if model.has_experts else None
+
+
+def _choice_of_experts(model: ModelConfig) -> dict[str, Any] | None:
+    """Return how the experts of a token are chosen and weighted; None for a model without experts."""
+    if not model.has_experts:
+        return None
+    names = ("moe_router_topk", *_SETTINGS_OF_CHOICE)
+    return {name: getattr(model, name) for name in names}
+
+
+_SETTINGS_OF_CHOICE = (
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_bias"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
+)
 # Groups of settings that together mean one property of a `ModelConfig`, which is compared instead of them.
 _JOINT_PROPERTIES = {
-    "MLP width": (("ffn_hidden_size",), lambda model: model.ffn_size),
+    "MLP width": (("ffn_hidden_size",), _dense_width),
+    "width of experts": (("moe_ffn_hidden_size",), lambda model: model.expert_ffn_size if model.has_experts else None),
+    "number of experts": (("num_experts",), lambda model: model.num_experts if model.has_experts else None),
+    "layers with experts": (("moe_layer_freq",), _layers_with_experts),
+    "choice of experts": (("moe_router_topk", *_SETTINGS_OF_CHOICE), _choice_of_experts),
+    "width of shared experts": (("moe_shared_expert_intermediate_size",), _shared_width),
+    "gate of shared experts": (
+        ("moe_shared_expert_gate",),
+        lambda model: model.moe_shared_expert_gate if _shared_width(model) else None,
+    ),
+    "capacity of experts": (("moe_expert_capacity_factor",), lambda model: model.capacity_factor),
     "decoder layers": (("decoder_num_layers",), lambda model: model.decoder_layers),
     "head width": (("kv_channels",), lambda model: model.head_width),
     "key/value heads": (("group_query_attention", "num_query_groups"), lambda model: model.query_groups),
@@ -60,6 +95,16 @@ _NOT_OF_THE_MODEL = {
     ),
     *(f.name for kind in (LossConfig, PrecisionConfig, RecomputeConfig) for f in fields(kind)),
     *("compile", "init_method_xavier_uniform", "embedding_init_method_std"),
+    # of experts: losses, precision and dispatch
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+    *(
+        "moe_router_dtype",
+        "moe_router_bias_update_rate",
+        "moe_router_force_load_balancing",
+        "moe_enable_routing_replay",
+    ),
+    *("moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_token_dispatcher_type", "moe_grouped_gemm"),
+    *("moe_shared_expert_overlap",),
 }
 
 

@@ -13,13 +13,24 @@ class ParamMapping(NamedTuple):
 
     Megatron Bridge has such mappings too.
 
-    In names, {i} is a layer, {j} a layer of a decoder behind an encoder.
+    In names, {i} is a layer, {j} a layer of a decoder behind an encoder, {e} an expert. Hugging Face names with {e} are
+    repeated for every expert: those of expert 0 first.
     """
 
     param: str
     operation: str  # a key of `weight_layout.OPERATIONS`
     hf_params: tuple[str, ...]
     gated: bool | None = None  # True: for models with a gated MLP; False: for all others; None: for both
+    experts: bool | None = None  # True: in layers with experts; False: in all others; None: in both
+
+    def of_layer(self, layer: int, num_experts: int) -> "ParamMapping":
+        """Return the mapping with the names of this layer, and of all of its experts."""
+        names = self.hf_params
+        if any("{e}" in name for name in names):
+            names = tuple(name.replace("{e}", str(e)) for e in range(num_experts) for name in names)
+        return self._replace(
+            param=self.param.format(i=layer, j=layer), hf_params=tuple(name.format(i=layer, j=layer) for name in names)
+        )
 
 
 _BASES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForPreTraining")  # suffixes of an `architecture`

@@ -37,24 +37,22 @@ from megatron.convert.families.hf_family_table import (
 from megatron.convert.families.rope import rope
 from megatron.convert.families.sliding_window import all_but_each, windows
 
-_HF_LAYER = "model.layers.{i}."
-_LLAMA = {
+HF_LAYER = "model.layers.{i}."
+LLAMA_SETTINGS = {
     "normalization": "RMSNorm",
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
     "position_embedding_type": "rope",
 }
-_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
 
 
-def _attention(qk_norm_operation: str = "copy") -> tuple[ParamMapping, ...]:
+def attention_mappings(qk_norm_operation: str = "copy") -> tuple[ParamMapping, ...]:
     return (
-        *weight_and_bias(
-            f"{LAYER}self_attention.linear_qkv", "qkv", *(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
-        ),
-        *weight_and_bias(f"{LAYER}self_attention.linear_proj", "copy", f"{_HF_LAYER}self_attn.o_proj"),
-        *weight_and_bias(f"{LAYER}self_attention.q_layernorm", qk_norm_operation, f"{_HF_LAYER}self_attn.q_norm"),
-        *weight_and_bias(f"{LAYER}self_attention.k_layernorm", qk_norm_operation, f"{_HF_LAYER}self_attn.k_norm"),
+        *weight_and_bias(f"{LAYER}self_attention.linear_qkv", "qkv", *(f"{HF_LAYER}self_attn.{x}_proj" for x in "qkv")),
+        *weight_and_bias(f"{LAYER}self_attention.linear_proj", "copy", f"{HF_LAYER}self_attn.o_proj"),
+        *weight_and_bias(f"{LAYER}self_attention.q_layernorm", qk_norm_operation, f"{HF_LAYER}self_attn.q_norm"),
+        *weight_and_bias(f"{LAYER}self_attention.k_layernorm", qk_norm_operation, f"{HF_LAYER}self_attn.k_norm"),
     )
 
 
@@ -62,7 +60,7 @@ def _norms(**names: str) -> tuple[ParamMapping, ...]:
     """names: our norm of a layer = its Hugging Face name."""
     mappings = []
     for ours, hf_name in names.items():
-        mappings += weight_and_bias(f"{LAYER}{ours}", "copy", f"{_HF_LAYER}{hf_name}")
+        mappings += weight_and_bias(f"{LAYER}{ours}", "copy", f"{HF_LAYER}{hf_name}")
     return tuple(mappings)
 
 
@@ -71,19 +69,19 @@ EMBEDDING_NORM_AND_HEAD = (
     *weight_and_bias(f"{LANGUAGE_MODEL}decoder.final_layernorm", "copy", "model.norm"),
     *weight_and_bias(OUTPUT_LAYER, "copy", "lm_head"),
 )
-_GATED_MLP = (
-    *weight_and_bias(f"{LAYER}mlp.linear_fc1", "gate_up", f"{_HF_LAYER}mlp.gate_proj", f"{_HF_LAYER}mlp.up_proj"),
-    *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{_HF_LAYER}mlp.down_proj"),
+GATED_MLP = (
+    *weight_and_bias(f"{LAYER}mlp.linear_fc1", "gate_up", f"{HF_LAYER}mlp.gate_proj", f"{HF_LAYER}mlp.up_proj"),
+    *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{HF_LAYER}mlp.down_proj"),
 )
-_PRE_NORMS = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
+PRE_NORMS = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
 _POST_NORMS = _norms(
     post_self_attn_layernorm="post_attention_layernorm", post_mlp_layernorm="post_feedforward_layernorm"
 )
 _SANDWICH_NORMS = _POST_NORMS + _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
-LLAMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_PRE_NORMS, *_attention(), *_GATED_MLP)
+LLAMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *PRE_NORMS, *attention_mappings(), *GATED_MLP)
 
 
-def _fields(
+def llama_fields(
     *own: Field,
     length: int,
     tied: bool = False,
@@ -113,8 +111,8 @@ def _fields(
     return (*shared, *own, UNUSED_KEYS)
 
 
-_ATTENTION_BIAS = bias("attention_bias", "add_qkv_bias", "add_attention_output_bias")
-_BIASES = (_ATTENTION_BIAS, bias("mlp_bias", "add_mlp_bias"))
+ATTENTION_BIAS = bias("attention_bias", "add_qkv_bias", "add_attention_output_bias")
+_BIASES = (ATTENTION_BIAS, bias("mlp_bias", "add_mlp_bias"))
 # Keys of published files that transformers does not read: they state what its code does, and no other value is accepted.
 _KEYS_OF_SMOLLM = (fixed_not_written("rope_interleaved", False), ignored_keys("is_llama_config"))
 _KEYS_OF_PHI_4 = (
@@ -135,17 +133,17 @@ _KEYS_OF_COMMAND_R7B = (
 
 LLAMA = Family(
     "LlamaForCausalLM",
-    _LLAMA,
-    _fields(rope(), *_BIASES, *_KEYS_OF_SMOLLM, length=2048),
+    LLAMA_SETTINGS,
+    llama_fields(rope(), *_BIASES, *_KEYS_OF_SMOLLM, length=2048),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 MISTRAL = Family(
     "MistralForCausalLM",
-    _LLAMA,
-    _fields(rope(), windows(4096, lists=False), length=131072, groups=8),
+    LLAMA_SETTINGS,
+    llama_fields(rope(), windows(4096, lists=False), length=131072, groups=8),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 
 
@@ -162,22 +160,22 @@ _QWEN = windows(
 )
 QWEN2 = Family(
     "Qwen2ForCausalLM",
-    _LLAMA | {"add_qkv_bias": True},
-    _fields(rope(), _QWEN, ignored_keys("use_mrope"), length=32768, groups=32),
+    LLAMA_SETTINGS | {"add_qkv_bias": True},
+    llama_fields(rope(), _QWEN, ignored_keys("use_mrope"), length=32768, groups=32),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",
-    _LLAMA | {"qk_layernorm": True},
-    _fields(rope(), _QWEN, _ATTENTION_BIAS, length=32768, width=128, groups=32),
+    LLAMA_SETTINGS | {"qk_layernorm": True},
+    llama_fields(rope(), _QWEN, ATTENTION_BIAS, length=32768, width=128, groups=32),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 
 # ---------------------------------------------------------------- Gemma
 
-_GEMMA = _LLAMA | {"apply_layernorm_1p": True}
+_GEMMA = LLAMA_SETTINGS | {"apply_layernorm_1p": True}
 
 
 def _embedding_multiplier() -> Field:
@@ -244,20 +242,22 @@ def _softcap(key: str, setting: str, default: float | None) -> Field:
     return Field((key,), read, lambda model: {key: getattr(model, setting)})
 
 
-_GEMMA_FIELDS = (_embedding_multiplier(), _ATTENTION_BIAS, fixed("use_bidirectional_attention", False, None))
+_GEMMA_FIELDS = (_embedding_multiplier(), ATTENTION_BIAS, fixed("use_bidirectional_attention", False, None))
 _GEMMA_SIZES = {"length": 8192, "tied": True, "width": 256}
 GEMMA = Family(
     "GemmaForCausalLM",
     _GEMMA,
-    _fields(rope(), _gemma_activation("hidden_act", "hidden_activation"), *_GEMMA_FIELDS, **_GEMMA_SIZES, groups=16),
+    llama_fields(
+        rope(), _gemma_activation("hidden_act", "hidden_activation"), *_GEMMA_FIELDS, **_GEMMA_SIZES, groups=16
+    ),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
-_GEMMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_SANDWICH_NORMS, *_attention(), *_GATED_MLP)
+_GEMMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_SANDWICH_NORMS, *attention_mappings(), *GATED_MLP)
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
     _GEMMA | {"norm_placement": "sandwich"},
-    _fields(
+    llama_fields(
         rope(),
         _gemma_activation("hidden_activation", "hidden_act"),
         *_GEMMA_FIELDS,
@@ -269,12 +269,12 @@ GEMMA2 = Family(
         groups=4,
     ),
     _GEMMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     _GEMMA | {"norm_placement": "sandwich", "qk_layernorm": True},
-    _fields(
+    llama_fields(
         rope(1e6, local_base=("rope_local_base_freq", 1e4)),
         _gemma_activation("hidden_activation", "hidden_act"),
         *_GEMMA_FIELDS,
@@ -287,7 +287,7 @@ GEMMA3 = Family(
         **_GEMMA_SIZES | {"length": 131072, "groups": 4},
     ),
     _GEMMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
     heads=(Head((f"{OUTPUT_LAYER}.",), ("TextModel", *NO_LM_HEAD[1:])),),
 )
 
@@ -295,43 +295,43 @@ GEMMA3 = Family(
 
 PHI3 = Family(
     "Phi3ForCausalLM",
-    _LLAMA,
-    _fields(
+    LLAMA_SETTINGS,
+    llama_fields(
         rope(partial=1.0, only_longrope=4096), windows(None, lists=False), *_KEYS_OF_PHI_4, length=4096, epsilon=1e-5
     ),
     (
         *EMBEDDING_NORM_AND_HEAD,
-        *_PRE_NORMS,
-        *weight_and_bias(f"{LAYER}self_attention.linear_qkv", "qkv_rows", f"{_HF_LAYER}self_attn.qkv_proj"),
-        *weight_and_bias(f"{LAYER}self_attention.linear_proj", "copy", f"{_HF_LAYER}self_attn.o_proj"),
-        *weight_and_bias(f"{LAYER}mlp.linear_fc1", "copy", f"{_HF_LAYER}mlp.gate_up_proj"),
-        *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{_HF_LAYER}mlp.down_proj"),
+        *PRE_NORMS,
+        *weight_and_bias(f"{LAYER}self_attention.linear_qkv", "qkv_rows", f"{HF_LAYER}self_attn.qkv_proj"),
+        *weight_and_bias(f"{LAYER}self_attention.linear_proj", "copy", f"{HF_LAYER}self_attn.o_proj"),
+        *weight_and_bias(f"{LAYER}mlp.linear_fc1", "copy", f"{HF_LAYER}mlp.gate_up_proj"),
+        *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{HF_LAYER}mlp.down_proj"),
     ),
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
-_OLMO = _LLAMA | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over": "width"}
-_OLMO_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_POST_NORMS, *_attention(), *_GATED_MLP)
+_OLMO = LLAMA_SETTINGS | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over": "width"}
+_OLMO_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_POST_NORMS, *attention_mappings(), *GATED_MLP)
 _HEADS_WITHOUT_WIDTH = heads("num_attention_heads", "num_key_value_heads", None)
 _OLMO_SIZES = {"length": 2048, "epsilon": 1e-5}
 OLMO2 = Family(
     "Olmo2ForCausalLM",
     _OLMO,
-    _fields(rope(type_key="type"), _HEADS_WITHOUT_WIDTH, _ATTENTION_BIAS, **_OLMO_SIZES),
+    llama_fields(rope(type_key="type"), _HEADS_WITHOUT_WIDTH, ATTENTION_BIAS, **_OLMO_SIZES),
     _OLMO_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 OLMO3 = Family(
     "Olmo3ForCausalLM",
     _OLMO,
-    _fields(
+    llama_fields(
         rope(None, local_base=("", None)),
         _HEADS_WITHOUT_WIDTH,
-        _ATTENTION_BIAS,
+        ATTENTION_BIAS,
         windows(4096, lambda reader, layer: (layer + 1) % 4 != 0),
         **_OLMO_SIZES,
     ),
     _OLMO_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 
 
@@ -356,18 +356,18 @@ def _rotary_layers() -> Field:
     return Field((key, interval_key), read, write)
 
 
-def _only_listed(reader: ConfigReader, layer: int) -> bool:
+def only_listed(reader: ConfigReader, layer: int) -> bool:
     """Refuse a window without a list of layers: the class has no rule for it."""
     raise reader.error("use_sliding_window", "layer_types must say which layers have a window")
 
 
 SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
-    _LLAMA,
-    _fields(
+    LLAMA_SETTINGS,
+    llama_fields(
         rope(2e6),
         _rotary_layers(),
-        windows(None, _only_listed, switch="use_sliding_window"),
+        windows(None, only_listed, switch="use_sliding_window"),
         ignored_keys("max_window_layers"),
         heads("num_attention_heads", "num_key_value_heads", None, default_groups=4),
         *_BIASES,
@@ -375,14 +375,14 @@ SMOLLM3 = Family(
         tied=True,
     ),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 
 
 GRANITE = Family(
     "GraniteForCausalLM",
-    _LLAMA,
-    _fields(
+    LLAMA_SETTINGS,
+    llama_fields(
         rope(),
         _HEADS_WITHOUT_WIDTH,
         *_BIASES,
@@ -393,7 +393,7 @@ GRANITE = Family(
         length=2048,
     ),
     LLAMA_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 
 
@@ -408,12 +408,12 @@ def _qk_norm_of_each_head() -> Field:
     return Field(("use_qk_norm",), read, lambda model: {"use_qk_norm": model.qk_layernorm})
 
 
-_COHERE = _LLAMA | {"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel-one-norm"}
+_COHERE = LLAMA_SETTINGS | {"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel-one-norm"}
 _COHERE_MAPPINGS = (
     *EMBEDDING_NORM_AND_HEAD,
     *_norms(input_layernorm="input_layernorm"),
-    *_attention("flat"),
-    *_GATED_MLP,
+    *attention_mappings("flat"),
+    *GATED_MLP,
 )
 _COHERE_FIELDS = (
     number("layer_norm_eps", "norm_epsilon", 1e-5),
@@ -424,7 +424,7 @@ _COHERE_FIELDS = (
 COHERE = Family(
     "CohereForCausalLM",
     _COHERE,
-    _fields(
+    llama_fields(
         rope(None, interleaved=True),
         _HEADS_WITHOUT_WIDTH,
         _qk_norm_of_each_head(),
@@ -433,12 +433,12 @@ COHERE = Family(
         tied=True,
     ),
     _COHERE_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )
 COHERE2 = Family(
     "Cohere2ForCausalLM",
     _COHERE,
-    _fields(
+    llama_fields(
         rope(interleaved=True),
         *_COHERE_FIELDS,
         *_KEYS_OF_COMMAND_R7B,
@@ -452,5 +452,5 @@ COHERE2 = Family(
         tied=True,
     ),
     _COHERE_MAPPINGS,
-    _IGNORED_TENSORS,
+    IGNORED_TENSORS,
 )

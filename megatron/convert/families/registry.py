@@ -4,7 +4,7 @@ To add one: write a `Family` in a file of its own, and a line here; a fork adds 
 model that several families can describe is written as the first of them.
 """
 
-from megatron.convert.families import bert, gpt2_neox_phi_starcoder2, llama_like, t5
+from megatron.convert.families import bert, gpt2_neox_phi_starcoder2, llama_like, mixture_of_experts, t5
 from megatron.convert.families.hf_family_table import Family
 from megatron.core.base.registry import Registry
 
@@ -30,6 +30,11 @@ FAMILIES = Registry(
         "granite": llama_like.GRANITE,
         "cohere": llama_like.COHERE,
         "cohere2": llama_like.COHERE2,
+        "mixtral": mixture_of_experts.MIXTRAL,
+        "qwen2_moe": mixture_of_experts.QWEN2_MOE,
+        "qwen3_moe": mixture_of_experts.QWEN3_MOE,
+        "olmoe": mixture_of_experts.OLMOE,
+        "gpt_oss": mixture_of_experts.GPT_OSS,
         "t5": t5.T5,
         "bert": bert.BERT,
     },

@@ -143,6 +143,56 @@ def _flat(heads: HeadCounts, hf_views: list[View]) -> Places:
         yield whole((numel,)), view._replace(shape=(numel,), strides=(1,))
 
 
+def _experts_gate_up(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Stack the experts' gates and ups, [f, h] each, to [experts, 2, f, h]. hf_views: gate 0, up 0, gate 1, ..."""
+    for i, view in enumerate(hf_views):
+        expert, part = divmod(i, 2)
+        box = ((expert, expert + 1), (part, part + 1), *whole(view.shape))
+        numel = prod(view.shape)
+        yield box, view._replace(shape=(1, 1, *view.shape), strides=(numel, numel, *view.strides))
+
+
+def _experts_down(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Stack the experts' matrices, [h, f] each, to [experts, h, f]."""
+    for expert, view in enumerate(hf_views):
+        box = ((expert, expert + 1), *whole(view.shape))
+        yield box, view._replace(shape=(1, *view.shape), strides=(prod(view.shape), *view.strides))
+
+
+def _stacked_gate_up_in_turn(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Read [experts, h, 2 f], whose columns are gate 0, up 0, gate 1, ..., as [experts, 2, f, h]."""
+    for view in hf_views:
+        experts, h, columns = _three_dims(view)
+        shape = (experts, 2, columns // 2, h)
+        per_expert, per_row, per_column = view.strides
+        yield whole(shape), view._replace(shape=shape, strides=(per_expert, per_column, 2 * per_column, per_row))
+
+
+def _stacked_gate_up_bias(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Read [experts, 2 f], gate 0, up 0, gate 1, ..., as [experts, 2, f]."""
+    for view in hf_views:
+        if len(view.shape) != 2:
+            raise ValueError(f"a tensor of shape {view.shape} has no row for each expert")
+        experts, columns = view.shape
+        shape = (experts, 2, columns // 2)
+        yield whole(shape), view._replace(shape=shape, strides=(view.strides[0], 1, 2))
+
+
+def _stacked_transpose(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Transpose the matrix of each expert: [experts, f, h] -> [experts, h, f]."""
+    for view in hf_views:
+        experts, f, h = _three_dims(view)
+        per_expert, per_row, per_column = view.strides
+        shape = (experts, h, f)
+        yield whole(shape), view._replace(shape=shape, strides=(per_expert, per_column, per_row))
+
+
+def _three_dims(view: View) -> tuple[int, int, int]:
+    if len(view.shape) != 3:
+        raise ValueError(f"a tensor of shape {view.shape} has no matrix for each expert")
+    return view.shape[0], view.shape[1], view.shape[2]
+
+
 def _same_shape(heads: HeadCounts, ours: Shape) -> list[Shape]:
     return [ours]
 
@@ -156,6 +206,13 @@ OPERATIONS = {
     "transpose": Operation(_transposed, _reversed_shape),  # GPT-2's Conv1D has [in, out]
     "flat": Operation(_flat, lambda heads, ours: [(ours[0] // heads.width, heads.width)]),
     "gate_up": Operation(_stacked, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
+    "experts_gate_up": Operation(_experts_gate_up, lambda heads, ours: [ours[2:]] * (2 * ours[0])),
+    "experts_down": Operation(_experts_down, lambda heads, ours: [ours[1:]] * ours[0]),
+    "stacked_gate_up_in_turn": Operation(
+        _stacked_gate_up_in_turn, lambda heads, ours: [(ours[0], ours[3], 2 * ours[2])]
+    ),
+    "stacked_gate_up_bias": Operation(_stacked_gate_up_bias, lambda heads, ours: [(ours[0], 2 * ours[2])]),
+    "stacked_transpose": Operation(_stacked_transpose, lambda heads, ours: [(ours[0], ours[2], ours[1])]),
     "kv": Operation(_kv, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "qkv": Operation(_qkv, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),
     "qkv_pairs": Operation(_qkv_pairs, lambda heads, ours: [(rows, *ours[1:]) for rows in heads.rows]),

@@ -2,16 +2,19 @@
 
     latest_checkpointed_iteration.txt              a number, or "release"
     iter_0000100/mp_rank_00/model_optim_rng.pt     classic: a file for each tensor- and pipeline-parallel rank
-    iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3
+    iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3; or with expert parallelism and one
+                                                   stage, expert-parallel rank 3
+    iter_0000100/mp_rank_01_003_005/...            tensor-parallel rank 1, stage 3, expert-parallel rank 5
     iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks; common.pt or metadata.json beside them
 
 Only names that a folder lists are opened, and no link that leads out of it.
 """
 
 import re
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.convert.formats.read_hf_config_and_headers import adapter_hint, path_inside
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
@@ -87,31 +90,50 @@ def _file_of(folder: Path) -> str | None:
     return next((name for name in _FILES if is_file(folder / name)), None)
 
 
-def rank_files(path: Path) -> dict[tuple[int, int], str]:
-    """Return (tensor-parallel rank, stage) -> the rank's file, relative to `path`.
+class MegatronRank(NamedTuple):
+    """Whose file it is."""
 
-    Raises CheckpointError if one is missing.
+    tensor: int
+    stage: int
+    expert: int = 0
+
+
+def rank_files(path: Path) -> dict[MegatronRank, str]:
+    """Return the file of each rank, relative to `path`.
+
+    A second number of two is taken for the stage; `with_expert_ranks` tells what it is. Raises CheckpointError if a
+    file is missing.
     """
-    files: dict[tuple[int, int], str] = {}
+    files: dict[MegatronRank, str] = {}
     for name in backend_of(path).names(path):
         rank = _RANK.fullmatch(name)
         if rank is None:
             continue
-        if rank[3] is not None:
-            raise CheckpointError(path / name, "is of a mixture of experts", "experts are not read")
         file = _file_of(path / name)
         if file is None:
             raise CheckpointError(path / name, f"holds none of {', '.join(_FILES)}", FETCH_AGAIN)
         path_inside(path, f"{name}/{file}")
-        files[int(rank[1]), int(rank[2] or 0)] = f"{name}/{file}"
-    tp, pp = (1 + max(key[axis] for key in files) for axis in (0, 1))
-    for tp_rank, stage in product(range(tp), range(pp)):
-        if (tp_rank, stage) not in files:
+        files[MegatronRank(int(rank[1]), int(rank[2] or 0), int(rank[3] or 0))] = f"{name}/{file}"
+    tp, pp, ep = (1 + max(key[axis] for key in files) for axis in range(3))
+    for key in product(range(tp), range(pp), range(ep)):
+        if key not in files:
+            of_experts = f", {ep} expert-parallel ranks" if ep > 1 else ""
+            expert = f", expert-parallel rank {key[2]}" if ep > 1 else ""
             wrong = (
-                f"has files of {tp} tensor-parallel ranks and {pp} stages, and none of rank {tp_rank}, stage {stage}"
+                f"has files of {tp} tensor-parallel ranks and {pp} stages{of_experts}, and none of rank {key[0]}, stage "
+                f"{key[1]}{expert}"
             )
             raise CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
     return files
+
+
+def with_expert_ranks(files: Mapping[MegatronRank, str], args: Mapping[str, Any]) -> dict[MegatronRank, str]:
+    """Return the files of a folder whose run had these args: a lone second number is of an expert-parallel rank or a stage."""
+    experts = args.get("expert_model_parallel_size")
+    stages = args.get("pipeline_model_parallel_size")
+    if type(experts) is not int or experts < 2 or stages != 1 or any(rank.expert for rank in files):
+        return dict(files)
+    return {MegatronRank(rank.tensor, 0, rank.stage): file for rank, file in files.items()}
 
 
 # ---------------------------------------------------------------- folders that are not read

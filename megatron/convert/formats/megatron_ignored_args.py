@@ -1,7 +1,7 @@
 """List the arguments of Megatron-LM that do not change what a trained model computes. No torch.
 
 An argument that is neither read nor listed here may change the model: a note names it to the reader of the checkpoint.
-The words and names are those of Megatron-LM's releases from 1.0 to core 0.16, and of its main branch of August 2026.
+The words and names are those of all of Megatron-LM's releases, and of its main branch of August 2026.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ dump empty encoder end eod ep error eval evidence exit expert external faiss fak
 flight fp16 fp4 fp8 freeze fsdp ft full fully fused gdp global gpu grad gradient grpo gtp head hetereogenous
 heterogeneous hierarchical high hybrid hysteresis ict img indexer inference init initial inprocess iter iteration
 iterations keep kitchen kv langrl lazy legacy linear lion load local log logger logging logit logits loss lr main make
-mamba manual mask masked megatron memory merge metadata mhc micro microbatch mid min mla mmap mock model modules moe
+mamba manual mask masked megatron memory merge metadata mhc micro microbatch mid min mla mmap mock model modules
 most mscale mtp multiple muon mup nccl no non null nvtx object offload offset one optimizer original otel outer output
 overlap override pad padded param params patch per perform persist phase pin pipeline pretrained profile profiling
 pytorch q quant query rampup rank recompute record refit replication report rerun reset result retriever retro return
@@ -38,7 +38,14 @@ disable_msc_deprecated disable_parameter_transpose_cache disable_straggler_on_st
 embedding_init_method embedding_init_method_std embedding_path enable_autocast enable_chunked_prefill
 enable_cuda_graph enable_experimental enable_ft_package enable_full_sharding_in_hsdp enable_gloo_process_groups
 enable_msc enable_one_logger exp_avg_dtype exp_avg_sq_dtype finetune fp32_allreduce fp32_residual_connection
-max_seqlen_per_dp_cp_rank max_tokens_to_oom mlp_chunks_for_prefill mlp_chunks_for_training moe_use_upcycling
+max_seqlen_per_dp_cp_rank max_tokens_to_oom mlp_chunks_for_prefill mlp_chunks_for_training moe_aux_loss_coeff
+moe_deepep_num_sms moe_enable_deepep moe_enable_routing_replay moe_extended_tp moe_flex_dispatcher_backend
+moe_grouped_gemm moe_hybridep_num_sms moe_input_jitter_eps moe_layer_recompute
+moe_pad_expert_input_to_capacity moe_pad_experts_for_cuda_graph_inference moe_per_layer_logging moe_permute_fusion
+moe_router_bias_update_rate moe_router_dtype moe_router_force_load_balancing moe_router_fusion
+moe_router_load_balancing_type moe_router_padding_for_fp8 moe_router_padding_for_quantization
+moe_shared_expert_overlap moe_token_dispatcher_type moe_token_dropping moe_upcycling_granularity
+moe_use_legacy_grouped_gemm moe_use_upcycling moe_z_loss_coeff
 mrope_section num_channels num_classes num_dataset_builder_threads num_distributed_optimizer_instances
 num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage
 num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage

@@ -3,10 +3,18 @@
 language_model.transformer.layers.0.attention.dense.weight      2019 to 2021
 language_model.encoder.layers.0.self_attention.dense.weight     2021 to 2026
 decoder.layers.0.self_attention.linear_proj.weight              megatron-core
+
+Experts have had four layouts, of which ours is one tensor [experts, 2, f, h] or [experts, h, f] for a layer:
+
+mlp.experts.local_experts.3.linear_fc1.weight [2 f, h]          one by one
+mlp.experts.linear_fc1.weight3 [2 f, h]                         one by one, of Transformer Engine's grouped linear
+mlp.experts.weight1 [h, experts 2 f], weight2 [experts f, h]    the memory of [experts, h, 2 f] and [experts, f, h]
+mlp.experts.experts.linear_fc1.weight [experts, 2 f, h]         torch_dist
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from megatron.convert.families.hf_family_table import LANGUAGE_MODEL, LAYER, OUTPUT_LAYER, WORD_EMBEDDINGS
@@ -18,6 +26,7 @@ from megatron.core.sharding.boxes import Box, whole
 TIED_COPY = "word_embeddings_for_head.weight"
 _NO_PARAMETERS = re.compile(
     r"(.*\.)?_extra_state\d*(/.*)?|(.*\.)?rotary_(pos_)?emb\.inv_freq|.*\.attention\.(masked_)?bias|.*\.core_attention\..*scale.*"
+    r"|.*\.router\.(local|global)_tokens_per_expert"
 )
 _LAYERS = re.compile(r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 _FINAL = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layernorm|norm)\.(weight|bias)")
@@ -32,6 +41,16 @@ _IN_LAYER = (
     (r"input_norm\.", "input_layernorm."),
     (r"post_attention_(layernorm|norm)\.", "pre_mlp_layernorm."),
 )
+_EXPERTS = f"{LAYER}mlp.experts."
+_OF_EXPERTS = tuple(
+    re.compile(rf"mlp\.experts\.{names}")
+    for names in (
+        r"(?:local_experts|experts)\.(?P<expert>\d{1,6})\.(?P<module>linear_fc[12])\.(?P<part>weight|bias)",
+        r"(?P<module>linear_fc[12])\.(?P<part>weight|bias)(?P<expert>\d{1,6})",
+        r"experts\.(?P<module>linear_fc[12])\.(?P<part>weight|bias)",
+        r"weight(?P<grouped>[12])",
+    )
+)
 _BERT = (
     (r"lm_head\.(layernorm|layer_norm|norm)\.", "lm_head.norm."),
     (r"lm_head\.bias", "word_bias.bias"),
@@ -44,6 +63,8 @@ class ParamPlace(NamedTuple):
 
     name: str  # with {i} for the layer
     layer: int | None = None  # as the checkpoint's model chunk counts it
+    expert: int | None = None  # of a tensor of one expert, as its rank counts it
+    is_grouped: bool = False  # weight1 or weight2
 
 
 def map_param_name(megatron_name: str) -> ParamPlace | None:
@@ -55,6 +76,14 @@ def map_param_name(megatron_name: str) -> ParamPlace | None:
     if _NO_PARAMETERS.fullmatch(name):
         return None
     if match := _LAYERS.fullmatch(name):
+        for pattern in _OF_EXPERTS:
+            if expert := pattern.fullmatch(match[2]):
+                found = expert.groupdict()
+                if "grouped" in found:
+                    return ParamPlace(f"{_EXPERTS}linear_fc{found['grouped']}.weight", int(match[1]), is_grouped=True)
+                number = found.get("expert")
+                param = f"{_EXPERTS}{found['module']}.{found['part']}"
+                return ParamPlace(param, int(match[1]), None if number is None else int(number))
         return ParamPlace(LAYER + _replaced(match[2], _IN_LAYER), int(match[1]))
     if match := _FINAL.fullmatch(name):
         return ParamPlace(f"{LANGUAGE_MODEL}decoder.final_layernorm.{match[1]}")
@@ -186,8 +215,9 @@ _SHARDED: dict[str, Join] = {
     f"{LAYER}self_attention.core_attention.softmax_offset": concat_rows,
     f"{LAYER}self_attention.linear_proj.weight": concat_columns,
     f"{LAYER}mlp.linear_fc2.weight": concat_columns,
+    f"{LAYER}mlp.shared_experts.linear_fc2.weight": concat_columns,
 }
-_FC1 = (f"{LAYER}mlp.linear_fc1.weight", f"{LAYER}mlp.linear_fc1.bias")
+_FC1 = tuple(f"{LAYER}mlp.{owner}linear_fc1.{part}" for owner in ("", "shared_experts.") for part in ("weight", "bias"))
 _QKV = (f"{LAYER}self_attention.linear_qkv.weight", f"{LAYER}self_attention.linear_qkv.bias")
 _REPLICATED = re.compile(
     "|".join(
@@ -196,7 +226,8 @@ _REPLICATED = re.compile(
             re.escape(f"{LANGUAGE_MODEL}decoder.final_layernorm.") + "(weight|bias)",
             re.escape(LAYER) + r"(input|pre_mlp|post_self_attn|post_mlp)_layernorm\.(weight|bias)",
             re.escape(LAYER) + r"self_attention\.[qk]_layernorm\.(weight|bias)",
-            re.escape(LAYER) + r"(self_attention\.linear_proj|mlp\.linear_fc2)\.bias",
+            re.escape(LAYER) + r"(self_attention\.linear_proj|mlp\.(shared_experts\.)?linear_fc2)\.bias",
+            re.escape(LAYER) + r"mlp\.(router\.(weight|bias|expert_bias)|shared_experts\.gate_weight)",
             r"lm_head\.(dense|norm)\.(weight|bias)|(binary_head|pooler\.dense)\.(weight|bias)",
         )
     )
@@ -223,4 +254,141 @@ def find_join_rule(name: str, heads: HeadCounts, version: float, is_gated: bool)
 
 def is_known(name: str, heads: HeadCounts, is_gated: bool) -> bool:
     """Return whether a model of ours has this parameter. name: with {i} for the layer."""
-    return find_join_rule(name, heads, 3.0, is_gated) is not None
+    return is_of_experts(name) or find_join_rule(name, heads, 3.0, is_gated) is not None
+
+
+# ---------------------------------------------------------------- experts
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter of ours has a row for each expert. name: with {i} for the layer."""
+    return name in {
+        f"{_EXPERTS}{module}.{part}" for module in ("linear_fc1", "linear_fc2") for part in ("weight", "bias")
+    }
+
+
+class ExpertShard(NamedTuple):
+    """A tensor of one or several experts on one rank."""
+
+    place: ParamPlace
+    tensor: TensorInFile
+    tensor_rank: int
+    expert_rank: int
+
+
+def join_experts(
+    name: str, shards: Sequence[ExpertShard], num_experts: int, ranks: tuple[int, int], is_gated: bool
+) -> list[TensorPart]:
+    """Join the shards of a layer's experts to our tensor. Raises ValueError if they are not all there or do not fit.
+
+    name: ours. ranks: how many tensor-parallel and expert-parallel ranks there are. The tensor-parallel ranks shard an
+    expert as they shard an MLP.
+    """
+    tp, ep = ranks
+    here = num_experts // ep  # experts of a rank
+    if here * ep != num_experts:
+        raise ValueError(f"{ep} expert-parallel ranks cannot hold {num_experts} experts")
+    by_rank: dict[tuple[int, int], list[ExpertShard]] = {}
+    for shard in shards:
+        by_rank.setdefault((shard.expert_rank, shard.tensor_rank), []).append(shard)
+    if len(by_rank) != tp * ep:
+        raise ValueError(f"{len(by_rank)} of {tp * ep} ranks have it")
+    if len({shard.tensor.dtype for shard in shards}) > 1:
+        raise ValueError("its dtype differs between ranks")
+
+    parts = []
+    for (expert_rank, tensor_rank), found in sorted(by_rank.items()):
+        numbers = sorted(-1 if shard.place.expert is None else shard.place.expert for shard in found)
+        is_grouped = len(found) == 1 and found[0].place.is_grouped
+        if not is_grouped and numbers != [*range(here)]:
+            raise ValueError(f"a rank has experts {numbers[:20]}, not 0 to {here - 1}")
+        if name.endswith("linear_fc2.bias") and tensor_rank:
+            continue  # a copy
+        for shard in found:
+            if is_grouped:
+                view = _view_of_grouped(name, shard.tensor.shape, here, is_gated)
+                first = expert_rank * here
+            else:
+                view = _view_of_expert(name, shard.tensor.shape, is_gated)
+                first = expert_rank * here + (shard.place.expert or 0)
+            box = [(0, size) for size in view.shape]
+            box[0] = (first, first + view.shape[0])
+            if not name.endswith("linear_fc2.bias"):
+                width = view.shape[2]  # of the part of an expert that this rank has
+                box[2] = (tensor_rank * width, (tensor_rank + 1) * width)
+            parts.append(TensorPart(tuple(box), view, shard.tensor))
+    return parts
+
+
+def _view_of_expert(name: str, shape: tuple[int, ...], is_gated: bool) -> View:
+    """Return the tensor of one expert in the dimensions of ours: [1, 2, f, h], [1, h, f], [1, 2, f] or [1, h]."""
+    dims = 2 if name.endswith("weight") else 1
+    if len(shape) != dims:
+        raise ValueError(f"an expert's tensor has shape {shape}, not {dims} dimensions")
+    view = View.of(0, shape)
+    if "linear_fc2" in name:
+        return view._replace(shape=(1, *shape), strides=(prod(shape), *view.strides))
+    parts = 2 if is_gated else 1
+    f = shape[0] // parts
+    if f * parts != shape[0]:
+        raise ValueError(f"{shape[0]} rows are not gates and ups")
+    return view._replace(shape=(1, parts, f, *shape[1:]), strides=(prod(shape), f * view.strides[0], *view.strides))
+
+
+def _view_of_grouped(name: str, shape: tuple[int, ...], experts: int, is_gated: bool) -> View:
+    """Return a grouped tensor, which has the matrices of a rank's experts transposed, in the dimensions of ours."""
+    if len(shape) != 2:
+        raise ValueError(f"a grouped tensor has shape {shape}, not 2 dimensions")
+    if "linear_fc2" in name:
+        f = shape[0] // experts
+        h = shape[1]
+        view = View(0, (experts, h, f), (f * h, 1, h))
+    else:
+        parts = 2 if is_gated else 1
+        h = shape[0]
+        f = shape[1] // (experts * parts)
+        view = View(0, (experts, parts, f, h), (h * parts * f, f, 1, parts * f))
+    if prod(view.shape) != prod(shape):
+        raise ValueError(f"a grouped tensor of shape {shape} is not that of {experts} experts")
+    return view
+
+
+def split_stacked_experts(
+    name: str, parts: Sequence[TensorPart], expert: int | None, is_gated: bool
+) -> Iterator[TensorPart]:
+    """Yield parts of [experts, 2 f, h], as torch_dist has them, in the dimensions of ours; of one expert: [2 f, h].
+
+    name: ours.
+    """
+    if expert is not None:
+        parts = [
+            TensorPart(
+                ((expert, expert + 1), *part.box),
+                part.view._replace(shape=(1, *part.view.shape), strides=(prod(part.view.shape), *part.view.strides)),
+                part.tensor,
+            )
+            for part in parts
+        ]
+    if "linear_fc2" in name:
+        yield from parts
+        return
+    groups = 2 if is_gated else 1
+    rows = max(part.box[1][1] for part in parts)
+    f = rows // groups
+    if f * groups != rows:
+        raise ValueError(f"{rows} rows are not gates and ups")
+    for part in parts:
+        experts, (start, stop), *others = part.box
+        for group in range(groups):
+            first, last = max(start, group * f), min(stop, (group + 1) * f)
+            if first >= last:
+                continue
+            per_expert, per_row, *strides = part.view.strides
+            shape = (part.view.shape[0], 1, last - first, *part.view.shape[2:])
+            view = part.view._replace(
+                shape=shape,
+                strides=(per_expert, per_row * (last - first), per_row, *strides),
+                start=part.view.start + (first - start) * per_row,
+            )
+            span = (first - group * f, last - group * f)
+            yield TensorPart((experts, (group, group + 1), span, *others), view, part.tensor)

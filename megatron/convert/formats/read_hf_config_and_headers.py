@@ -6,7 +6,7 @@ A folder may be hostile: nothing of it is run, no pickle is read, and no path ou
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,13 @@ def read_hf_folder(root: Path) -> HFFolder:
     notes = []
     if "auto_map" in config or any(name.endswith(".py") for name in backend_of(root).names(root)):
         notes.append(f"{root} holds code of its own (auto_map, *.py), which is never run; its weights alone are read")
-    if "quantization_config" in config:
+    if "quantization_config" in config and not is_mxfp4(config):
         raise ConfigError(
             f"{root / CONFIG}: quantization_config: quantized weights cannot be read; give the unquantized model"
+        )
+    if is_mxfp4(config):
+        notes.append(
+            f"{root} holds experts in MXFP4, which are read as bfloat16; a folder of the model is written in it"
         )
     index = _read_index(root)
     tensors: dict[str, TensorInFile] = {}
@@ -74,6 +78,13 @@ def read_hf_folder(root: Path) -> HFFolder:
         wrong = f"lists {len(missing)} tensors that its files lack, such as {missing[0]!r:.80}"
         raise CheckpointError(root / INDEX, wrong, "fetch the folder again")
     return HFFolder(config, tensors, tuple(notes))
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a GPT-OSS with experts in MXFP4, the only packed weights that are read."""
+    quantization = config.get("quantization_config")
+    is_packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    return is_packed and config.get("model_type") == "gpt_oss"
 
 
 def read_json(path: Path) -> dict[str, Any]:

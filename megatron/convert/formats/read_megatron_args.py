@@ -16,11 +16,12 @@ from megatron.core.base.dataclass_flags import ConfigError
 
 # These would change what the model computes, and are not supported.
 _MUST_BE_OFF = (
-    *("num_experts", "multi_latent_attention", "mtp_num_layers", "heterogeneous_layers_config_path", "qk_l2_norm"),
+    *("multi_latent_attention", "mtp_num_layers", "heterogeneous_layers_config_path", "qk_l2_norm"),
     *("heterogeneous_layers_config_encoded_json", "hybrid_override_pattern", "hybrid_layer_pattern", "is_hybrid_model"),
     *("attention_output_gate", "linear_attention_freq", "linear_attention_type", "experimental_attention_variant"),
     *("use_mup", "retro_add_retriever", "retro_project_dir", "geglu", "glu_activation", "parallel_attn"),
     *("embed_layernorm", "alibi", "sliding_window_size", "enable_mhc_connections", "num_moe_experts"),
+    *("moe_latent_size", "moe_router_topk_limited_devices", "moe_n_hash_layers", "moe_router_force_biased"),
 )
 # These are read where another argument makes them effective, and mean nothing elsewhere.
 _READ_IF_ASKED = (
@@ -28,8 +29,13 @@ _READ_IF_ASKED = (
     *("use_rope_scaling", "rope_scaling_factor", "no_rope_freq", "num_query_groups", "window_attn_skip_freq"),
     *("num_layers", "encoder_num_layers", "norm_epsilon", "layernorm_epsilon", "bias_gelu_fusion"),
     *("add_position_embedding", "disable_bias_linear"),
+    *("moe_router_topk", "moe_router_score_function", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_expert_capacity_factor"),
+    *("moe_shared_expert_gate", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
+    *("moe_token_drop_policy", "moe_layer_freq"),
 )
 _BOOLS = (False, True)
+_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _MOST_LIST = 100_000
 _MOST_TEXT = 100_000
 
@@ -53,7 +59,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return value[:_MOST_TEXT]
     if isinstance(value, list | tuple) and len(value) <= _MOST_LIST:
-        return [item if isinstance(item, bool | int | float) else f"<{type(item).__name__}>" for item in value]
+        return [_plain(item) if not isinstance(item, list | tuple) else f"<{type(item).__name__}>" for item in value]
     return f"<{type(value).__name__}>"
 
 
@@ -77,7 +83,9 @@ def settings_of_args(args: Mapping[str, Any], source: str) -> ModelSettings:
 
 
 def _settings(reader: ConfigReader) -> ModelSettings:
-    return _shape(reader) | _block(reader) | _attention(reader) | _positions(reader) | _training(reader)
+    shape = _shape(reader)
+    blocks = _block(reader) | _attention(reader) | _positions(reader)
+    return shape | blocks | _experts(reader, shape["num_layers"]) | _training(reader)
 
 
 def _first_present(reader: ConfigReader, *names: str) -> str:
@@ -206,6 +214,42 @@ def _positions(reader: ConfigReader) -> ModelSettings:
     if pattern:
         settings["no_rope_freq"] = pattern
     return settings
+
+
+def _experts(reader: ConfigReader, layers: int) -> ModelSettings:
+    """Return the settings of experts, and of the choice among them; {} for a model without them."""
+    experts = reader.count("num_experts", None) if reader.get("num_experts") else None
+    if experts is None or experts == 1:
+        return {}
+    settings: ModelSettings = {
+        "num_experts": experts,
+        "moe_router_topk": reader.count("moe_router_topk", 2),
+        "moe_router_score_function": reader.choice("moe_router_score_function", "softmax", _SCORES),
+    }
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        settings[name] = reader.count(name, None)
+    for name in ("moe_router_num_groups", "moe_router_group_topk"):
+        settings[name] = reader.count(name, None)
+    for name in ("moe_router_topk_scaling_factor", "moe_expert_capacity_factor"):
+        settings[name] = reader.number(name, None)
+    for name in ("moe_shared_expert_gate", "moe_router_pre_softmax", "moe_router_enable_expert_bias"):
+        settings[name] = reader.choice(name, False, _BOOLS)
+    settings["moe_apply_probs_on_input"] = reader.choice("moe_apply_probs_on_input", False, _BOOLS)
+    settings["moe_token_drop_policy"] = reader.choice("moe_token_drop_policy", "probs", ("probs", "position"))
+
+    # A number N: layers 0, N, 2 N, ...; or a list with 1 for layers with experts.
+    frequency = reader.get("moe_layer_freq", 1)
+    if type(frequency) is int and frequency > 0:
+        settings["moe_layer_freq"] = str(frequency)
+    elif isinstance(frequency, list) and len(frequency) == layers and {*map(repr, frequency)} <= {"0", "1"}:
+        settings["moe_layer_freq"] = str(frequency).replace(" ", "")
+    else:
+        raise reader.error("moe_layer_freq", f"it must be a number, or a list with 0 or 1 for each of {layers} layers")
+
+    kinds = reader.get("moe_router_load_balancing_type", "aux_loss")
+    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+        raise reader.error("moe_router_load_balancing_type", "a model that chooses experts by sinkhorn cannot be read")
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _training(reader: ConfigReader) -> ModelSettings:

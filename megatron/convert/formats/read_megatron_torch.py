@@ -5,20 +5,24 @@ order of chunks, and within a chunk in order of stages.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.config_fields import ModelSettings
 from megatron.convert.families.hf_family_table import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import HeadCounts
-from megatron.convert.formats.find_megatron_folder import rank_files
+from megatron.convert.formats.find_megatron_folder import MegatronRank, rank_files, with_expert_ranks
 from megatron.convert.formats.megatron_param_mapping import (
     TIED_COPY,
+    ExpertShard,
     TensorPart,
     find_join_rule,
     has_bert_heads,
+    is_of_experts,
+    join_experts,
     map_param_name,
     take_first,
 )
@@ -34,6 +38,7 @@ _VERSIONS = (0, 1.0, 2.0, 3.0)  # of checkpoint_version
 _MOST_TENSORS = 1_000_000
 _DEEPEST = 20  # dots in a name
 _CHUNK = re.compile(r"model(\d{0,4})")
+_FIRST = MegatronRank(0, 0)
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ RankChunks = list[dict[str, TensorInFile]]  # the model chunks of one rank: name
 
 def read_classic(path: Path) -> MegatronModel:
     """Read the model in the folder of one iteration. Raises CheckpointError, ConfigError."""
-    files = rank_files(path)
-    ranks: dict[tuple[int, int], RankChunks] = {}  # (tensor-parallel rank, stage) -> chunks
+    files = _rank_files(path)
+    ranks: dict[MegatronRank, RankChunks] = {}
     args: dict[str, Any] = {}
     version = None
     for rank, name in sorted(files.items()):
@@ -73,44 +78,67 @@ def read_classic(path: Path) -> MegatronModel:
         if version is None:
             args = plain_args_from_pickle(file.values.get("args"))
             version = rank_version
-        elif rank_version != version or chunks != len(ranks[0, 0]):
+        elif rank_version != version or chunks != len(ranks[_FIRST]):
             wrong = (
                 f"is of version {rank_version} with {chunks} chunks, the first rank's of {version} "
-                f"with {len(ranks[0, 0])}"
+                f"with {len(ranks[_FIRST])}"
             )
             raise CheckpointError(path / name, wrong, "fetch the folder again")
-    source = f"{path / files[0, 0]}: args"
+    source = f"{path / files[_FIRST]}: args"
     if not args:
         raise ConfigError(
             f"{source} are missing; they contain the model's settings, which checkpoints from before 2019-11 do not "
             "have"
         )
     settings = settings_of_args(args, source)
+    settings |= router_bias_of(name for chunk in ranks[_FIRST] for name in chunk)
     _check_sizes(path, files, args)
     return _joined(path, ranks, settings, args, version)
 
 
+def _rank_files(path: Path) -> dict[MegatronRank, str]:
+    """Return the file of each rank, relative to the folder of an iteration."""
+    files = rank_files(path)
+    if {rank.stage for rank in files} == {0}:
+        return files
+    name = files[_FIRST]
+    return with_expert_ranks(files, plain_args_from_pickle(_values_of(read_torch_file(path / name, name)).get("args")))
+
+
+def _values_of(file: TorchFile) -> dict[str, Any]:
+    return file.values if isinstance(file.values, dict) else {}
+
+
+def router_bias_of(names: Iterable[str]) -> ModelSettings:
+    """Return the setting of a bias of the router, which no argument tells. names: Megatron's, of parameters."""
+    return {"moe_router_bias": True} if any(name.endswith("mlp.router.bias") for name in names) else {}
+
+
 def args_and_vocab_size(path: Path) -> tuple[ModelSettings, dict[str, Any], int]:
     """Return (the model's settings, the run's args, the padded vocabulary size) of an iteration's folder."""
-    files = rank_files(path)
-    file = read_torch_file(path / files[0, 0], files[0, 0])
+    files = _rank_files(path)
+    file = read_torch_file(path / files[_FIRST], files[_FIRST])
     try:
         tensors = _chunks_of(file)[0]
     except PickleError as error:
         raise CheckpointError(path / file.name, str(error), FETCH_AGAIN) from error
     args = plain_args_from_pickle(file.values.get("args"))
-    settings = settings_of_args(args, f"{path / file.name}: args")
+    settings = settings_of_args(args, f"{path / file.name}: args") | router_bias_of(tensors)
     for name, x in tensors.items():
         if map_param_name(name).name == WORD_EMBEDDINGS and x.shape:
-            tp = 1 + max(rank for rank, _ in files)
+            tp = 1 + max(rank.tensor for rank in files)
             return settings, args, x.shape[0] * tp
     raise CheckpointError(path / file.name, "has no word table", FETCH_AGAIN)
 
 
-def _check_sizes(path: Path, files: Mapping[tuple[int, int], str], args: Mapping[str, Any]) -> None:
+def _check_sizes(path: Path, files: Mapping[MegatronRank, str], args: Mapping[str, Any]) -> None:
     """Refuse a folder that lacks the last ranks: the others would be a smaller model."""
     tp_arg = "tensor_model_parallel_size" if "tensor_model_parallel_size" in args else "model_parallel_size"
-    for axis, arg, what in ((0, tp_arg, "tensor-parallel ranks"), (1, "pipeline_model_parallel_size", "stages")):
+    for axis, arg, what in (
+        (0, tp_arg, "tensor-parallel ranks"),
+        (1, "pipeline_model_parallel_size", "stages"),
+        (2, "expert_model_parallel_size", "expert-parallel ranks"),
+    ):
         size = 1 + max(key[axis] for key in files)
         expected = args.get(arg)
         if type(expected) is int and expected != size:
@@ -119,6 +147,14 @@ def _check_sizes(path: Path, files: Mapping[tuple[int, int], str], args: Mapping
                 f"is of {expected} {what}, as args say, and has {size}",
                 "fetch the folder again, with the files of all ranks",
             )
+    expert_tp = args.get("expert_tensor_parallel_size")
+    tp = 1 + max(rank.tensor for rank in files)
+    if args.get("num_experts") and type(expert_tp) is int and expert_tp != tp:
+        raise CheckpointError(
+            path,
+            f"has experts over {expert_tp} expert-tensor-parallel ranks, and {tp} tensor-parallel ranks",
+            "save it as torch_dist with Megatron-LM (--ckpt-convert-format torch_dist), and give that folder",
+        )
 
 
 # ---------------------------------------------------------------- one rank
@@ -175,13 +211,13 @@ def _version_of(file: TorchFile) -> float:
 
 def _joined(
     path: Path,
-    ranks: Mapping[tuple[int, int], RankChunks],
+    ranks: Mapping[MegatronRank, RankChunks],
     settings: ModelSettings,
     args: Mapping[str, Any],
     version: float,
 ) -> MegatronModel:
     """Join the ranks' shards to one model. Raises CheckpointError with all that does not fit."""
-    shards, problems = _shards_by_name(ranks, settings["num_layers"])
+    shards, expert_shards, problems = _shards_by_name(ranks, settings["num_layers"])
     heads = head_counts(settings)
     is_gated = bool(settings.get("swiglu") or settings.get("gated"))
     is_tied = not settings["untie_embeddings_and_output_weights"]
@@ -197,39 +233,53 @@ def _joined(
             parts[name] = _join_shards(path, name_with_i, tensors, heads, version, is_gated)
         except (ValueError, IndexError) as error:
             problems.append(f"{name!r:.90}: {error}")
+    sizes = (1 + max(rank.tensor for rank in ranks), 1 + max(rank.expert for rank in ranks))
+    for (name_with_i, layer), found in expert_shards.items():
+        name = name_with_i.replace("{i}", str(layer))
+        try:
+            parts[name] = join_experts(name_with_i, found, settings.get("num_experts") or 0, sizes, is_gated)
+        except ValueError as error:
+            problems.append(f"{name!r:.90}: {error}")
     if problems:
         raise CheckpointError(path, problems, "are these the files of one model? Nothing was read")
     return MegatronModel(settings, args, parts, is_bert=has_bert_heads(parts))
 
 
-def _shards_by_name(
-    ranks: Mapping[tuple[int, int], RankChunks], num_layers: int
-) -> tuple[dict[tuple[str, int | None], list[TensorInFile]], list[str]]:
-    """Return the shards of each parameter, by tensor-parallel rank, and the problems.
+# (our name with {i} for the layer, the layer's number in the full model)
+_Key = tuple[str, int | None]
 
-    Keys: (our name with {i} for the layer, the layer's number in the full model).
-    """
-    tp, pp = (1 + max(key[axis] for key in ranks) for axis in (0, 1))
-    shards: dict[tuple[str, int | None], list[TensorInFile]] = {}
+
+def _shards_by_name(
+    ranks: Mapping[MegatronRank, RankChunks], num_layers: int
+) -> tuple[dict[_Key, list[TensorInFile]], dict[_Key, list[ExpertShard]], list[str]]:
+    """Return the shards of each parameter, by tensor-parallel rank, the shards of experts, and the problems."""
+    tp, pp, ep = (1 + max(key[axis] for key in ranks) for axis in range(3))
+    shards: dict[_Key, list[TensorInFile]] = {}
+    expert_shards: dict[_Key, list[ExpertShard]] = {}
     problems = []
     first_layer = 0
-    for chunk in range(len(ranks[0, 0])):
+    for chunk in range(len(ranks[_FIRST])):
         for stage in range(pp):
             layers_here = 0
-            for rank in range(tp):
-                for megatron_name, tensor in ranks[rank, stage][chunk].items():
-                    name, layer = map_param_name(megatron_name)
+            for tensor_rank, expert_rank in product(range(tp), range(ep)):
+                for megatron_name, tensor in ranks[MegatronRank(tensor_rank, stage, expert_rank)][chunk].items():
+                    place = map_param_name(megatron_name)
+                    layer = place.layer
                     if layer is not None:
                         layers_here = max(layers_here, layer + 1)
                         layer += first_layer
-                    shards.setdefault((name, layer), []).append(tensor)
+                    if is_of_experts(place.name):
+                        shard = ExpertShard(place, tensor, tensor_rank, expert_rank)
+                        expert_shards.setdefault((place.name, layer), []).append(shard)
+                    elif expert_rank == 0:  # the other ranks have copies
+                        shards.setdefault((place.name, layer), []).append(tensor)
             first_layer += layers_here
     if first_layer != num_layers:
         problems.append(f"its stages have {first_layer} layers, and args say {num_layers}")
     for (name, layer), tensors in shards.items():
         if len(tensors) != tp:
             problems.append(f"{name.replace('{i}', str(layer))!r:.90} is there {len(tensors)} times, for {tp} ranks")
-    return shards, problems
+    return shards, expert_shards, problems
 
 
 def _join_shards(

@@ -2,6 +2,7 @@
 
     decoder.layers.self_attention.linear_qkv.weight [layers, rows, columns]      where all layers are alike
     decoder.layers.3.self_attention.linear_qkv.weight [rows, columns]            where they are not
+    decoder.layers.mlp.experts.experts.linear_fc1.weight [layers, experts, rows, columns]
     optimizer.state.exp_avg.decoder.layers...                                    the optimizer's, which is not read
 
 The run's arguments are in common.pt, or in an object of the folder, common_state.
@@ -17,10 +18,17 @@ from megatron.convert.families.config_fields import ModelSettings
 from megatron.convert.families.hf_family_table import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.weight_layout import View
 from megatron.convert.formats.find_megatron_folder import COMMON
-from megatron.convert.formats.megatron_param_mapping import TensorPart, has_bert_heads, is_known, map_param_name
+from megatron.convert.formats.megatron_param_mapping import (
+    TensorPart,
+    has_bert_heads,
+    is_known,
+    is_of_experts,
+    map_param_name,
+    split_stacked_experts,
+)
 from megatron.convert.formats.read_hf_config_and_headers import are_equal, path_inside
 from megatron.convert.formats.read_megatron_args import plain_args_from_pickle, settings_of_args
-from megatron.convert.formats.read_megatron_torch import MegatronModel, head_counts
+from megatron.convert.formats.read_megatron_torch import MegatronModel, head_counts, router_bias_of
 from megatron.convert.formats.read_torch_dcp_metadata import BoxInFile, DcpFolder, read_dcp
 from megatron.convert.formats.read_torch_file import read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
@@ -32,10 +40,13 @@ from megatron.core.storage.file_layer import is_file
 _COMMON_STATE = "common_state/shard_0_1"  # since 2026
 _NOT_WEIGHTS = re.compile(r"(chained_\d+\.)?optimizer\..*|(rng_state|rerun_state_machine|opt_param_scheduler)\b.*")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
-_GATE_OR_UP = re.compile(r"(.*mlp\.linear_fc1\.(?:weight|bias))_([wv])")  # gate (w) and up (v) as separate tensors
+_GATE_OR_UP = re.compile(
+    r"(.*mlp\.(?:(?:shared_experts|experts\.experts(?:\.\d{1,6})?)\.)?linear_fc1\.(?:weight|bias))_([wv])"
+)  # gate (w) and up (v) as separate tensors
 
-# (our name, with {i} for the layer; the layer) -> its parts in the files
-PartsByParam = dict[tuple[str, int | None], list[TensorPart]]
+# our name with {i} for the layer; the layer; the expert, of a tensor of one expert
+_Key = tuple[str, int | None, int | None]
+PartsByParam = dict[_Key, list[TensorPart]]
 
 
 def read_dist(path: Path) -> MegatronModel:
@@ -75,7 +86,7 @@ def _settings_and_args(folder: DcpFolder) -> tuple[ModelSettings, dict[str, Any]
     source = f"{folder.path / file.name}: args"
     if not args:
         raise ConfigError(f"{source} are missing; they contain the model's settings")
-    return settings_of_args(args, source), args
+    return settings_of_args(args, source) | router_bias_of(folder.tensors), args
 
 
 # ---------------------------------------------------------------- tensors
@@ -85,7 +96,7 @@ def _parts_by_param(folder: DcpFolder) -> tuple[PartsByParam, list[str]]:
     """Return (the parts of each parameter, the problems)."""
     parts_by_param: PartsByParam = {}
     problems: list[str] = []
-    halves: dict[tuple[str, int | None], dict[str, list[TensorPart]]] = {}  # {"w": gate, "v": up}
+    halves: dict[_Key, dict[str, list[TensorPart]]] = {}  # {"w": gate, "v": up}
     for megatron_name in folder.tensors:
         if _NOT_WEIGHTS.fullmatch(megatron_name) or map_param_name(megatron_name) is None:
             continue
@@ -106,30 +117,29 @@ def _parts_by_param(folder: DcpFolder) -> tuple[PartsByParam, list[str]]:
         if by_half.keys() != {"w", "v"} or place in parts_by_param:
             problems.append(f"{place[0]!r:.90} lacks its gates or its ups, or has them twice")
             continue
-        gate_rows = max(part.box[0][1] for part in by_half["w"])
-        up = [part._replace(box=_moved_down(part.box, gate_rows)) for part in by_half["v"]]
+        rows_dim = 1 if is_of_experts(place[0]) and place[2] is None else 0  # [experts, rows, columns], or [rows, ..]
+        gate_rows = max(part.box[rows_dim][1] for part in by_half["w"])
+        up = [part._replace(box=_moved_down(part.box, rows_dim, gate_rows)) for part in by_half["v"]]
         parts_by_param[place] = [*by_half["w"], *up]
     return parts_by_param, problems
 
 
-def _moved_down(box: Box, rows: int) -> Box:
-    start, stop = box[0]
-    return ((start + rows, stop + rows), *box[1:])
+def _moved_down(box: Box, dim: int, rows: int) -> Box:
+    start, stop = box[dim]
+    return (*box[:dim], (start + rows, stop + rows), *box[dim + 1 :])
 
 
-def _parts_of_tensor(
-    megatron_name: str, chunks: list[BoxInFile]
-) -> Iterator[tuple[tuple[str, int | None], list[TensorPart]]]:
-    """Yield ((our name, layer), parts) for a tensor of one parameter.
+def _parts_of_tensor(megatron_name: str, chunks: list[BoxInFile]) -> Iterator[tuple[_Key, list[TensorPart]]]:
+    """Yield ((our name, layer, expert), parts) for a tensor of one parameter.
 
     Of a tensor that stacks all layers, yield a pair for each layer.
     """
     stacked = _STACKED.fullmatch(megatron_name)
     if stacked is None:
-        name, layer = map_param_name(megatron_name)
-        yield (name, layer), [TensorPart(box, View.of(0, x.shape), x) for box, x in chunks]
+        place = map_param_name(megatron_name)
+        yield (place.name, place.layer, place.expert), [TensorPart(box, View.of(0, x.shape), x) for box, x in chunks]
         return
-    name = map_param_name(f"{stacked[1]}.0.{stacked[2]}").name
+    place = map_param_name(f"{stacked[1]}.0.{stacked[2]}")
     layers: dict[int, list[TensorPart]] = {}
     for box, x in chunks:  # [layers of the chunk, ...]
         layer_span, *layer_box = box
@@ -138,7 +148,7 @@ def _parts_of_tensor(
             view = View.of(0, shape)._replace(start=(i - layer_span[0]) * prod(shape))
             layers.setdefault(i, []).append(TensorPart(tuple(layer_box), view, x))
     for i, parts in layers.items():
-        yield (name, i), parts
+        yield (place.name, i, place.expert), parts
 
 
 def _checked_parts(
@@ -149,18 +159,23 @@ def _checked_parts(
     is_gated = bool(settings.get("swiglu") or settings.get("gated"))
     is_tied = not settings["untie_embeddings_and_output_weights"]
     by_name: dict[str, list[TensorPart]] = {}
-    for (name_with_i, layer), parts in parts_by_param.items():
+    for (name_with_i, layer, expert), parts in parts_by_param.items():
         name = name_with_i.replace("{i}", str(layer))
         if not is_known(name_with_i, heads, is_gated):
             problems.append(f"{name!r:.90}: the models here have no tensor of this name")
+        elif is_of_experts(name_with_i):
+            try:
+                by_name.setdefault(name, []).extend(split_stacked_experts(name, parts, expert, is_gated))
+            except (ValueError, IndexError) as error:
+                problems.append(f"{name!r:.90}: {error}")
         elif is_tied and name_with_i == f"{OUTPUT_LAYER}.weight":
-            embedding = parts_by_param.get((WORD_EMBEDDINGS, None), [])
+            embedding = parts_by_param.get((WORD_EMBEDDINGS, None, None), [])
             same_boxes = [x.box for x in parts] == [x.box for x in embedding]
             if not same_boxes or not all(are_equal(path, x.tensor, y.tensor) for x, y in zip(parts, embedding)):
                 problems.append(f"{name!r}: it differs from the word table, with which it is tied")
         else:
             by_name[name] = parts
-    layers = {layer for _, layer in parts_by_param if layer is not None}
+    layers = {layer for _, layer, _ in parts_by_param if layer is not None}
     if layers != {*range(settings["num_layers"])}:
         problems.append(f"it has {len(layers)} layers, and args say {settings['num_layers']}")
     return by_name

@@ -1,13 +1,17 @@
-"""Megatron core 0.16 has these names at paths of ours; they are defined elsewhere here, or nowhere, with the reason.
+"""Megatron has these names; they are defined elsewhere here, or nowhere, with the reason.
 
 A script that imports one of them is not stopped by the import. One that is not built raises NotImplementedError when it
-is called.
+is called. A module of these tables that has no file here is made when it is imported (`modules_without_file`).
 """
 
 from collections.abc import Mapping
 
 # Module -> the module that defines the name here -> names, separated by blanks.
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "megatron.core.datasets.blended_megatron_dataset_config": {
+        "megatron.core.datasets.gpt_dataset": "GPTDatasetConfig",
+        "megatron.core.datasets.utils": "Split",
+    },
     "megatron.core.datasets.bert_dataset": {
         "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset",
         "megatron.core.datasets.utils": "Split",
@@ -20,7 +24,6 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.datasets.blended_megatron_dataset_config": "BlendedMegatronDatasetConfig",
         "megatron.core.datasets.megatron_dataset": "MegatronDataset",
     },
-    "megatron.core.datasets.blended_megatron_dataset_config": {"megatron.core.datasets.utils": "Split"},
     "megatron.core.datasets.gpt_dataset": {
         "megatron.core.datasets.indexed_dataset": "IndexedDataset MMapIndexedDataset"
     },
@@ -46,6 +49,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
         "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
     },
+    "megatron.core.models.bert.bert_model": {"megatron.core.utils": "get_te_version"},
     "megatron.core.models.gpt.gpt_layer_specs": {
         "megatron.core.tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear",
         "megatron.core.transformer.attention": "SelfAttention SelfAttentionSubmodules",
@@ -55,10 +59,13 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.identity_op": "IdentityOp",
         "megatron.core.transformer.mlp": "MLP MLPSubmodules",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
-        "megatron.core.transformer.transformer_block": "TransformerBlockSubmodules",
         "megatron.core.transformer.transformer_layer": "TransformerLayer TransformerLayerSubmodules",
     },
+    "megatron.core.tokenizers.text.utils.build_tokenizer": {
+        "megatron.core.tokenizers.utils.build_tokenizer": "build_tokenizer"
+    },
     "megatron.core.optimizer": {
+        "megatron.core": "mpu",
         "megatron.core.transformer.module": "MegatronModule",
         "megatron.core.utils": "get_model_config",
     },
@@ -67,15 +74,69 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.enums": "AttnMaskType",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
     },
+    "megatron.initialize": {"megatron.training.initialize": "initialize_megatron"},
     "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
+    "megatron.model.distributed": {"megatron.core.distributed": "DistributedDataParallel MemoryBuffer"},
+    "megatron.model.language_model": {
+        "megatron.core.models.common.embeddings.embedding": "Embedding",
+        "megatron.core.models.common.language_model": "TransformerLanguageModel",
+    },
+    "megatron.model.module": {
+        "megatron.core.transformer.module": "MegatronModule",
+        "megatron.legacy.model.module": "Float16Module",
+    },
+    "megatron.model.transformer": {
+        "megatron.core.transformer": "ParallelAttention ParallelMLP ParallelTransformer ParallelTransformerLayer",
+        "megatron.legacy.model.language_model": "get_num_layers",
+    },
+    "megatron.mpu.cross_entropy": {"megatron.core.tensor_parallel": "vocab_parallel_cross_entropy"},
+    "megatron.mpu.data": {"megatron.core.tensor_parallel": "broadcast_data"},
+    "megatron.mpu.initialize": {
+        "megatron.core.parallel_state": (
+            "_DATA_PARALLEL_GROUP _EMBEDDING_GROUP _MODEL_PARALLEL_GROUP _PIPELINE_MODEL_PARALLEL_GROUP "
+            "_TENSOR_MODEL_PARALLEL_GROUP get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+            "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
+            "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+            "initialize_model_parallel is_pipeline_first_stage is_pipeline_last_stage model_parallel_is_initialized"
+        ),
+        "megatron.legacy.model.language_model": "get_num_layers",
+    },
+    "megatron.mpu.layers": {
+        "megatron.core.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding"
+    },
+    "megatron.mpu.mappings": {
+        "megatron.core.tensor_parallel": (
+            "copy_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region "
+            "reduce_from_tensor_model_parallel_region scatter_to_tensor_model_parallel_region"
+        )
+    },
+    "megatron.mpu.random": {
+        "megatron.core.tensor_parallel": "checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed"
+    },
+    "megatron.optimizer": {"megatron.core.optimizer": "MegatronOptimizer get_megatron_optimizer"},
+    "megatron.schedules": {
+        "megatron.core.pipeline_parallel.schedules": (
+            "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
+            "forward_backward_pipelining_without_interleaving get_forward_backward_func"
+        )
+    },
+    "megatron.training.argument_utils": {
+        "megatron.legacy.model.gpt_config": "GPTModelConfig gpt_config_from_args",
+        "megatron.training.arguments": "core_transformer_config_from_args",
+    },
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
+    "megatron.training.config": {"megatron.training.argument_utils": "PretrainConfigContainer"},
+    "megatron.training.config.container": {"megatron.training.argument_utils": "PretrainConfigContainer"},
+    "megatron.training.models": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
+    "megatron.training.models.gpt": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
     "megatron.training.training": {"megatron.training.build": "get_model"},
 }
 # Switches of Megatron's that tell whether an optional package is used: none is.
 SWITCHED_OFF = (
-    "HAVE_TE HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_FA3 HAVE_FMLA HAVE_FSDP2 HAVE_FUSED_LAYER_NORM "
-    "HAVE_FUSED_QKV_ROPE HAVE_NVTX "
-    "HAVE_PACKAGING HAVE_PERSIST_LAYER_NORM HAVE_TORCH_SYMM_MEM HAVE_TRITON IS_CHECKPOINTING"
+    "HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_EMERGING_OPTIMIZERS HAVE_EO_V02 HAVE_FA3 HAVE_FA4 HAVE_FMLA "
+    "HAVE_FSDP2 HAVE_FUSED_LAYER_NORM HAVE_FUSED_QKV_ROPE HAVE_NVTX HAVE_PACKAGING "
+    "HAVE_PERSIST_LAYER_NORM HAVE_TE HAVE_TORCH_MEMORY_SAVER HAVE_TORCH_SYMM_MEM HAVE_TRITON HAVE_YAML "
+    "IS_CHECKPOINTING"
 )
 
 # Module, or package of modules -> the reason why its names are not built, and what to use instead.
@@ -101,6 +162,16 @@ REASONS: Mapping[str, str] = {
         "build GPTModel, BertModel or T5Model with the specs that are here, or a model of your own "
         "(docs/adding_a_model.md)"
     ),
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": (
+        "the attentions that are here are chosen by flags of the model (docs/model_options.md); leave out "
+        "--experimental-attention-variant"
+    ),
+    "megatron.core.models.gpt.heterogeneous": (
+        "all layers of a model have the same shape; leave out --heterogeneous-layers-config-path, or write a layer of "
+        "your own (docs/adding_a_model.md)"
+    ),
+    "megatron.core.models.hybrid": "there are no state-space layers; use GPTModel, or a layer of your own",
+    "megatron.core.models.mamba": "there are no state-space layers; use GPTModel, or a layer of your own",
     "megatron.core.optimizer": (
         "get_megatron_optimizer makes the optimizer; groups of parameters are ParamGroups (docs/optimizers.md)"
     ),
@@ -113,6 +184,10 @@ REASONS: Mapping[str, str] = {
     "megatron.core.pipeline_parallel": (
         "a step runs by get_forward_backward_func(); its schedule is a list of actions (docs/schedules.md)"
     ),
+    "megatron.core.model_parallel_config": "weights are not gathered by tensor-parallel ranks for a product",
+    "megatron.core.rerun_state_machine": (
+        "a step is computed again by the run's own checks, such as --rerun-interval (docs/reliability.md)"
+    ),
     "megatron.core.tensor_parallel": (
         "split layers are ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding; their regions are in "
         "mappings"
@@ -124,12 +199,19 @@ REASONS: Mapping[str, str] = {
     "megatron.core.transformer": (
         "layers are built from the specs that are here, or are your own modules (docs/adding_a_model.md)"
     ),
+    "megatron.core.transformer.multi_token_prediction": (
+        "a model predicts the next token alone; leave out --mtp-num-layers"
+    ),
     "megatron.core.utils": "it serves parts of Megatron that are not here",
-    "megatron.legacy.model": "legacy models are GPTModel and BertModel; build others from megatron.core.models",
+    "megatron.legacy.model": "legacy models are GPTModel, BertModel and T5Model; build others from megatron.core.models",
     "megatron.training": (
         "the loop is pretrain(), whose steps are observed by flags (docs/training_run.md); a loop of your own uses "
         "get_forward_backward_func"
     ),
+    "megatron.training.datasets": (
+        "train on token files (--data-path), also with --fim-data; prepare chats with tools/preprocess_data.py"
+    ),
+    "megatron.training.distillation": "there is no distillation; leave out --logits-load-dir",
     "megatron.training.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
     "megatron.training.initialize": "initialize_megatron sets everything up",
     "megatron.training.tokenizer": "tokenizers are built by build_tokenizer (docs/data_preparation.md)",
@@ -137,8 +219,17 @@ REASONS: Mapping[str, str] = {
 }
 # Module -> names that are not built.
 NOT_BUILT: Mapping[str, str] = {
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": (
+        "get_transformer_block_with_experimental_attention_variant_spec "
+        "get_transformer_layer_with_experimental_attention_variant_spec"
+    ),
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "get_gpt_heterogeneous_layer_spec",
+    "megatron.core.models.hybrid.hybrid_model": "HybridModel",
+    "megatron.core.models.mamba": "MambaModel",
+    "megatron.training.datasets.sft_dataset": "MockSFTDataset SFTDataset",
+    "megatron.training.distillation": "LossFuncCallable",
     "megatron.core.tensor_parallel.utils": "dist_all_gather_func",
-    "megatron.core": "register_safe_globals",
+    "megatron.core": "register_safe_globals safe_load_from_bytes",
     "megatron.core.datasets.blended_megatron_dataset_builder": "DistributedDataset MidLevelDataset TopLevelDataset",
     "megatron.core.datasets.blended_megatron_dataset_config": (
         "convert_split_vector_to_split_matrix parse_and_normalize_split"
@@ -147,11 +238,11 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.datasets.indexed_dataset": (
         "DType IndexedDatasetBuilder OBJECT_STORAGE_BIN_READERS get_bin_path get_idx_path"
     ),
-    "megatron.core.datasets.utils": "get_blend_from_list normalize",
+    "megatron.core.datasets.utils": "normalize",
     "megatron.core.dist_checkpointing": "LocalNonpersistentObject load_tensors_metadata remove_sharded_tensors",
     "megatron.core.dist_checkpointing.mapping": (
-        "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject ReplicaId ShardedBase ShardedStateDict "
-        "ShardedTensorFactory StateDict apply_factories apply_factory_merges is_main_replica"
+        "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject ReplicaId ShardedBase "
+        "ShardedStateDict ShardedTensorFactory StateDict apply_factories apply_factory_merges is_main_replica"
     ),
     "megatron.core.dist_checkpointing.serialization": (
         "CkptShardedMetadata get_default_load_sharded_strategy get_default_save_common_strategy "
@@ -163,12 +254,14 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.distributed.finalize_model_grads": "reset_model_temporary_tensors",
     "megatron.core.enums": "Fp4Recipe Fp8Recipe",
     "megatron.core.extensions.transformer_engine": (
-        "SplitAlongDim TEActivationOp TEColumnParallelGroupedLinear TECudaRNGStatesTracker TEDelayedScaling TEFusedMLP "
-        "TEGroupedLinear TELinear TEQuantizationParams TEQuantizationRecipe TERowParallelGroupedLinear "
-        "TransformerEngineConfigType condition_init_method current_te_version fused_apply_rotary_pos_emb "
-        "fused_apply_rotary_pos_emb_thd fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_permute "
-        "fused_permute_with_probs fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs "
-        "fused_topk_with_score_function fused_unpermute get_cpu_offload_context set_save_original_input "
+        "SplitAlongDim TEActivationOp TEColumnParallelGroupedLinear TECudaRNGStatesTracker TEDelayedScaling "
+        "TEFusedMLP TEFusedMLPWithGroupedLinear TEFusedResidualRMSNorm TEGroupedLinear "
+        "TELMHeadColumnParallelLinear TELinear TEQuantizationParams TEQuantizationRecipe "
+        "TERowParallelGroupedLinear TransformerEngineConfigType condition_init_method current_te_version "
+        "fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_thd fused_compute_score_for_moe_aux_loss "
+        "fused_moe_aux_loss fused_permute fused_permute_and_pad_with_probs fused_permute_with_probs "
+        "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_topk_with_score_function "
+        "fused_unpermute get_cpu_offload_context set_save_original_input "
         "split_te_layernorm_column_parallel_linear te_checkpoint te_general_gemm te_parallel_cross_entropy"
     ),
     "megatron.core.fusions.fused_bias_dropout": (
@@ -179,21 +272,25 @@ NOT_BUILT: Mapping[str, str] = {
         "LNImpl decoder_model_with_local_spec decoder_model_with_transformer_engine_default_spec "
         "encoder_model_with_local_spec encoder_model_with_transformer_engine_default_spec"
     ),
-    "megatron.core.models.bert.bert_layer_specs": "LNImpl get_bert_layer_with_transformer_engine_spec",
-    "megatron.core.models.bert.bert_model": "get_te_version",
+    "megatron.core.models.bert.bert_layer_specs": (
+        "LNImpl get_bert_layer_with_transformer_engine_spec get_bert_layer_with_transformer_engine_submodules"
+    ),
     "megatron.core.models.common.embeddings": "MultimodalRotaryEmbedding YarnRotaryEmbedding apply_rotary_pos_emb",
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "MultimodalRotaryEmbedding",
     "megatron.core.models.gpt.gpt_layer_specs": (
-        "LNImpl get_gpt_decoder_block_spec get_gpt_decoder_layer_specs get_gpt_layer_with_inference_spec "
-        "get_gpt_mtp_block_spec get_gpt_mtp_block_spec_for_backend get_mlp_module_spec get_mlp_module_spec_for_backend"
+        "LNImpl get_gpt_layer_local_submodules get_gpt_layer_with_inference_spec "
+        "get_gpt_layer_with_inference_submodules get_gpt_layer_with_transformer_engine_submodules "
+        "get_gpt_mtp_block_spec get_gpt_mtp_block_spec_for_backend get_mlp_module_spec "
+        "get_mlp_module_spec_for_backend gpt_layer_with_transformer_engine_spec_moe"
     ),
     "megatron.core.optimizer": (
-        "AdamOptimizerConfig ChainedOptimizer ConstantGradScaler DistributedOptimizer DynamicGradScaler FP32Optimizer "
-        "Float16OptimizerWithFloat16Params HybridDeviceOptimizer ParamGroupOverride ParamKey ParamPredicate "
-        "ParamWithNamePredicate ProcessGroupCollection SGDOptimizerConfig USING_PYTORCH_OPTIMIZER "
-        "check_config_overrides_consistency combine_param_group_overrides get_global_unique_param_name get_pg_rank "
-        "get_pg_size get_standard_config_overrides is_te_min_version log_single_rank parallel_state "
-        "param_group_identifier_keys param_group_override_to_tuple"
+        "AdamOptimizerConfig ChainedOptimizer ConstantGradScaler DistributedOptimizer DynamicGradScaler "
+        "FP32Optimizer Float16OptimizerWithFloat16Params HybridDeviceOptimizer LayerWiseDistributedOptimizer "
+        "ParamGroupOverride ParamKey ParamPredicate ParamWithNamePredicate ProcessGroupCollection "
+        "SGDOptimizerConfig USING_PYTORCH_OPTIMIZER check_config_overrides_consistency "
+        "combine_param_group_overrides get_global_unique_param_name get_mup_config_overrides get_pg_rank "
+        "get_pg_size get_standard_config_overrides is_managed_by_layer_wise_optimizer is_te_min_version "
+        "log_single_rank parallel_state param_group_identifier_keys param_group_override_to_tuple"
     ),
     "megatron.core.optimizer.cpu_offloading": "HybridDeviceOptimizer",
     "megatron.core.optimizer.optimizer_config": (
@@ -203,88 +300,107 @@ NOT_BUILT: Mapping[str, str] = {
         "ParamGroupOverride combine_param_group_overrides get_canonical_lr_for_logging param_group_override_to_tuple"
     ),
     "megatron.core.parallel_state": (
-        "RankGenerator create_group create_hierarchical_groups create_hybrid_dp_cp_groups default_embedding_ranks "
+        "RankGenerator create_all_gather_groups create_group create_hierarchical_groups "
+        "create_hierarchical_parallel_groups create_hybrid_dp_cp_groups default_embedding_ranks "
         "default_position_embedding_ranks destroy_global_memory_buffer destroy_global_symmetric_memory_buffer "
         "generate_masked_orthogonal_rank_groups get_all_ranks get_data_modulo_expert_parallel_group "
-        "get_expert_data_parallel_group_gloo get_expert_model_parallel_src_rank get_expert_tensor_and_model_parallel_rank "
-        "get_expert_tensor_and_model_parallel_world_size get_global_symmetric_memory_buffer "
-        "get_hybrid_data_context_parallel_groups get_inter_distributed_optimizer_instance_group "
-        "get_intra_distributed_optimizer_instance_group get_nccl_options get_tensor_and_context_parallel_rank "
-        "get_tensor_and_context_parallel_world_size has_separate_all_gather_group overwrite_nccl_comm_cfgs "
-        "set_expert_tensor_parallel_rank set_expert_tensor_parallel_world_size update_pg_timeout"
+        "get_expert_data_parallel_group_gloo get_expert_gtp_weight_remat_global_ranks "
+        "get_expert_gtp_weight_remat_group get_expert_gtp_weight_remat_rank "
+        "get_expert_gtp_weight_remat_world_size get_expert_model_parallel_src_rank "
+        "get_expert_tensor_and_model_parallel_rank get_expert_tensor_and_model_parallel_world_size "
+        "get_global_symmetric_memory_buffer get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group "
+        "get_gtp_weight_remat_rank get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
+        "get_inter_distributed_optimizer_instance_group get_inter_partial_data_parallel_group "
+        "get_intra_distributed_optimizer_instance_group get_moe_layer_wise_logging_tracker get_nccl_options "
+        "get_pipeline_model_parallel_decoder_start get_tensor_and_context_parallel_rank "
+        "get_tensor_and_context_parallel_world_size has_separate_all_gather_group is_inside_decoder "
+        "is_inside_encoder is_pipeline_stage_at_split overwrite_nccl_comm_cfgs "
+        "set_expert_tensor_parallel_rank set_expert_tensor_parallel_world_size "
+        "set_pipeline_model_parallel_split_rank update_pg_timeout"
     ),
     "megatron.core.pipeline_parallel.schedules": (
-        "Shape backward_step check_first_val_step clear_embedding_activation_buffer custom_backward "
-        "finish_embedding_wgrad_compute forward_step forward_step_calc_loss get_pp_rank_microbatches get_schedule_table "
-        "get_tensor_shapes set_current_microbatch"
+        "Shape backward_step backward_step_multimodule check_first_val_step clear_embedding_activation_buffer "
+        "convert_schedule_table_to_order custom_backward finish_embedding_wgrad_compute forward_step "
+        "forward_step_calc_loss get_pp_rank_microbatches get_schedule_table get_tensor_device "
+        "get_tensor_shapes recv_backward recv_forward send_backward send_backward_recv_forward send_forward "
+        "send_forward_recv_backward set_current_microbatch"
     ),
     "megatron.core.tensor_parallel": (
-        "CheckpointWithoutOutput InferenceLayerNormColumnParallelLinear InferenceRowParallelLinear "
-        "all_gather_last_dim_from_tensor_parallel_region all_to_all_hp2sp all_to_all_sp2hp "
-        "convert_cuda_rng_state copy_tensor_model_parallel_attributes get_data_parallel_rng_tracker_name "
-        "get_expert_parallel_rng_tracker_name is_graph_safe_cuda_rng_tracker "
-        "linear_with_grad_accumulation_and_async_allreduce param_is_not_tensor_parallel_duplicate "
-        "reduce_scatter_last_dim_to_tensor_parallel_region set_defaults_if_not_set_tensor_model_parallel_attributes "
-        "set_tensor_model_parallel_attributes"
+        "CheckpointWithoutOutput InferenceColumnParallelLinear InferenceLayerNormColumnParallelLinear "
+        "InferenceRowParallelLinear all_gather_last_dim_from_tensor_parallel_region all_to_all_hp2sp "
+        "all_to_all_sp2hp convert_cuda_rng_state copy_gtp_attributes copy_tensor_model_parallel_attributes "
+        "get_data_parallel_rng_tracker_name get_expert_parallel_rng_tracker_name "
+        "is_graph_safe_cuda_rng_tracker linear_with_grad_accumulation_and_async_allreduce "
+        "param_is_not_gtp_duplicate param_is_not_tensor_parallel_duplicate "
+        "reduce_scatter_last_dim_to_tensor_parallel_region "
+        "set_defaults_if_not_set_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
     ),
     "megatron.core.tensor_parallel.cross_entropy": "VocabParallelCrossEntropy",
     "megatron.core.tensor_parallel.layers": (
-        "custom_bwd custom_fwd dist_all_gather_func dist_reduce_scatter_func LinearWithFrozenWeight "
-        "LinearWithGradAccumulationAndAsyncCommunication copy_tensor_model_parallel_attributes "
-        "linear_with_frozen_weight linear_with_grad_accumulation_and_async_allreduce "
-        "param_is_not_tensor_parallel_duplicate set_defaults_if_not_set_tensor_model_parallel_attributes "
-        "set_tensor_model_parallel_attributes"
+        "LinearWithFrozenWeight LinearWithGradAccumulationAndAsyncCommunication copy_gtp_attributes "
+        "copy_tensor_model_parallel_attributes custom_bwd custom_fwd dist_all_gather_func "
+        "dist_reduce_scatter_func linear_with_frozen_weight linear_with_grad_accumulation_and_async_allreduce "
+        "param_is_not_gtp_duplicate param_is_not_tensor_parallel_duplicate "
+        "set_defaults_if_not_set_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
     ),
     "megatron.core.tensor_parallel.mappings": (
         "dist_all_gather_func dist_reduce_scatter_func all_gather_last_dim_from_tensor_parallel_region "
-        "all_to_all_hp2sp all_to_all_sp2hp "
-        "reduce_scatter_last_dim_to_tensor_parallel_region"
+        "all_to_all_hp2sp all_to_all_sp2hp reduce_scatter_last_dim_to_tensor_parallel_region"
     ),
     "megatron.core.tensor_parallel.random": (
-        "dist_all_gather_func CheckpointFunction CheckpointWithoutOutput CheckpointWithoutOutputFunction "
-        "convert_cuda_rng_state "
-        "get_all_rng_states get_data_parallel_rng_tracker_name get_expert_parallel_rng_tracker_name "
-        "initialize_rng_tracker is_checkpointing is_graph_safe_cuda_rng_tracker"
+        "CheckpointFunction CheckpointWithoutOutput CheckpointWithoutOutputFunction convert_cuda_rng_state "
+        "dist_all_gather_func get_all_rng_states get_data_parallel_rng_tracker_name "
+        "get_expert_parallel_rng_tracker_name get_gtp_remat_rng_tracker_name initialize_rng_tracker "
+        "is_checkpointing is_graph_safe_cuda_rng_tracker"
     ),
     "megatron.core.timers": "dist_all_gather_func DummyTimer TimerBase",
-    "megatron.core.tokenizers": "MegatronTokenizer MegatronTokenizerBase",
+    "megatron.core.tokenizers": "MegatronTokenizerBase",
     "megatron.core.transformer": "MLATransformerConfig",
     "megatron.core.transformer.attention": (
-        "Attention CoreAttentionBuilder LinearLayer LinearLayerBuilder LinearQkv LinearQkvBuilder"
+        "Attention CoreAttentionBuilder CoreAttentionInterface LinearInterface LinearLayer LinearLayerBuilder "
+        "LinearProjBuilder LinearProjInterface LinearQkv LinearQkvBuilder LinearQkvInterface"
     ),
-    "megatron.core.transformer.enums": "CudaGraphScope",
-    "megatron.core.transformer.mlp": "apply_swiglu_sharded_factory",
+    "megatron.core.transformer.enums": "CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
+    "megatron.core.transformer.mlp": (
+        "LinearFc1Builder LinearFc1Interface LinearFc2Builder LinearFc2Interface TEActivationFunctionBuilder "
+        "TEActivationFunctionInterface apply_swiglu_sharded_factory"
+    ),
     "megatron.core.transformer.module": (
         "GraphableMegatronModule conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared"
     ),
-    "megatron.core.transformer.torch_norm": "L2Norm",
+    "megatron.core.transformer.torch_norm": "L2Norm LayerNormBuilder LayerNormInterface",
     "megatron.core.transformer.transformer_block": (
         "LayerNormImpl get_cpu_offload_context get_num_layers_to_build te_checkpoint"
     ),
     "megatron.core.transformer.transformer_config": "MLATransformerConfig",
-    "megatron.core.transformer.transformer_layer": "BaseTransformerLayer MoETransformerLayer get_transformer_layer_offset",
+    "megatron.core.transformer.transformer_layer": (
+        "BaseTransformerLayer MlpBuilder MlpInterface MoETransformerLayer get_transformer_layer_offset"
+    ),
     "megatron.core.transformer.utils": (
-        "attention_mask_func cuda_graph_attr_cache ensure_metadata_has_dp_cp_group erf_gelu gelu_impl "
-        "get_default_causal_mask get_linear_layer get_sliding_window_causal_mask init_cuda_graph_cache "
-        "is_layer_window_attention make_sharded_object_for_checkpoint openai_gelu set_model_to_sequence_parallel "
-        "sharded_state_dict_default toggle_cuda_graphs"
+        "attention_mask_func cat_with_oom_fallback cuda_graph_attr_cache ensure_metadata_has_dp_cp_group "
+        "erf_gelu gelu_impl get_default_causal_mask get_linear_layer get_sliding_window_causal_mask "
+        "init_cuda_graph_cache is_layer_window_attention make_sharded_object_for_checkpoint openai_gelu "
+        "set_model_to_sequence_parallel sharded_state_dict_default toggle_cuda_graphs "
+        "transition_moe_cudagraphs"
     ),
     "megatron.core.utils": (
-        "dist_all_gather_func ExperimentalNotEnabledError GlobalSymmetricMemoryBuffer MakeViewlessTensor "
-        "StragglerDetector WrappedTensor "
-        "assert_viewless_tensor check_param_hashes_across_dp_replicas configure_nvtx_profiling deprecate_inference_params "
-        "deprecated drain_embedding_wgrad_compute experimental_api experimental_cls experimental_fn get_asyncio_loop "
-        "get_batch_on_this_cp_rank get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version "
-        "get_data_parallel_group_if_dtensor get_fa_version get_full_tensor_if_necessary "
-        "get_mamba_inference_state_config_from_model get_mamba_version get_model_type get_model_xattn get_pg_rank "
-        "get_pg_size get_pg_src_rank get_te_version get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank "
-        "get_torch_version internal_api is_causal_conv1d_min_version is_fa_min_version is_mamba_min_version is_submodule "
-        "is_te_min_version is_using_quantization_scales local_multi_tensor_applier local_multi_tensor_l2_norm "
-        "local_multi_tensor_scale log_on_each_pipeline_stage make_viewless_tensor null_decorator nvtx_decorator "
-        "nvtx_range_pop nvtx_range_push prepare_input_tensors_for_wgrad_compute safely_set_viewless_tensor_data "
-        "to_local_if_dtensor trace_async_exceptions"
+        "ExperimentalNotEnabledError GlobalSymmetricMemoryBuffer MakeViewlessTensor WrappedTensor "
+        "accepts_parameter assert_viewless_tensor check_param_hashes_across_dp_replicas "
+        "configure_nvtx_profiling deprecate_args deprecate_inference_params deprecated dist_all_gather_func "
+        "drain_embedding_wgrad_compute experimental_api experimental_cls experimental_fn get_asyncio_loop "
+        "get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version get_data_parallel_group_if_dtensor "
+        "get_fa_version get_flashinfer_version get_full_tensor_if_necessary "
+        "get_mamba_inference_state_config_from_model get_mamba_version get_model_type get_model_xattn "
+        "get_pg_rank get_pg_size get_pg_src_rank get_pretrain_batch_on_this_cp_rank "
+        "get_sft_batch_on_this_cp_rank get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank "
+        "internal_api is_causal_conv1d_min_version is_fa_min_version is_flashinfer_min_version "
+        "is_mamba_min_version is_submodule is_using_quantization_scales local_multi_tensor_applier "
+        "local_multi_tensor_l2_norm local_multi_tensor_scale log_on_each_pipeline_stage log_single_rank "
+        "make_viewless_tensor mup_scaled_init_method_normal null_decorator nvtx_decorator nvtx_range_pop "
+        "nvtx_range_push prepare_input_tensors_for_wgrad_compute round_up_to_nearest_multiple "
+        "safely_set_viewless_tensor_data to_local_if_dtensor trace_async_exceptions"
     ),
-    "megatron.legacy.model": "LayerNorm RMSNorm T5Model get_language_model",
+    "megatron.legacy.model": "LayerNorm RMSNorm get_language_model",
     "megatron.legacy.model.bert_model": (
         "BertLMHead bert_extended_attention_mask bert_position_ids post_language_model_processing"
     ),
@@ -294,36 +410,72 @@ NOT_BUILT: Mapping[str, str] = {
     ),
     "megatron.legacy.model.module": "conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared",
     "megatron.training": (
-        "get_adlr_autoresume get_one_logger get_signal_handler get_tensorboard_writer get_train_valid_test_num_samples "
-        "get_wandb_writer set_startup_timestamps"
+        "get_adlr_autoresume get_one_logger get_signal_handler get_tensorboard_writer "
+        "get_train_valid_test_num_samples get_wandb_writer"
     ),
     "megatron.training.global_vars": (
         "destroy_global_vars get_adlr_autoresume get_energy_monitor get_one_logger get_signal_handler "
-        "get_tensorboard_writer get_wandb_writer rebuild_tokenizer set_args set_global_variables unset_global_variables"
+        "get_tensorboard_writer get_wandb_writer rebuild_tokenizer set_args set_global_variables "
+        "unset_global_variables"
     ),
     "megatron.training.initialize": "set_jit_fusion_options setup_logging write_args_to_tensorboard",
     "megatron.training.tokenizer.gpt2_tokenization": (
-        "GPT2Tokenizer MERGES_NAME PRETRAINED_VOCAB_POSITIONAL_EMBEDDINGS_SIZE_MAP SPECIAL_TOKENS_NAME VOCAB_NAME "
-        "bytes_to_unicode get_pairs"
+        "GPT2Tokenizer MERGES_NAME PRETRAINED_VOCAB_POSITIONAL_EMBEDDINGS_SIZE_MAP SPECIAL_TOKENS_NAME "
+        "VOCAB_NAME bytes_to_unicode get_pairs"
     ),
     "megatron.training.tokenizer.tokenizer": (
         "CustomTikTokenizer PATTERN_TIKTOKEN PATTERN_TIKTOKEN_V2 reload_mergeable_ranks"
     ),
     "megatron.training.training": (
-        "MAX_NUM_CHECKPOINTS_MEMORY_REPORTED build_train_valid_test_data_loaders build_train_valid_test_datasets "
-        "checkpoint_and_decide_exit compute_throughputs_and_append_to_progress_log cyclic_iter destroy_global_state "
-        "disable_forward_pre_hook dummy_train_step enable_forward_pre_hook evaluate evaluate_and_print_results "
-        "force_param_sync get_megatron_optimizer_config get_optimizer_param_scheduler get_start_time_from_progress_log "
-        "get_train_valid_test_num_samples has_nvidia_modelopt has_rl_utils num_checkpoints_memory_reported "
-        "num_floating_point_operations post_training_step_callbacks preprocess_common_state_dict print_datetime "
-        "save_checkpoint_and_time set_startup_timestamps should_disable_forward_pre_hook stimer train train_step "
-        "training_log update_train_iters"
+        "MAX_NUM_CHECKPOINTS_MEMORY_REPORTED RL_LOGGABLE_TIMER_NAMES build_train_valid_test_data_loaders "
+        "build_train_valid_test_datasets checkpoint_and_decide_exit "
+        "compute_throughputs_and_append_to_progress_log consume_seqlen_stats_in_iteration cuda_graph_capture "
+        "cuda_graph_set_manual_hooks cyclic_iter destroy_global_state disable_forward_pre_hook "
+        "dummy_train_step enable_forward_pre_hook evaluate evaluate_and_print_results force_param_sync "
+        "get_cuda_graph_input_data get_megatron_ddp_config get_megatron_optimizer_config "
+        "get_optimizer_param_scheduler get_start_time_from_progress_log get_train_valid_test_num_samples "
+        "has_nvidia_modelopt has_rl_utils num_checkpoints_memory_reported num_floating_point_operations "
+        "post_training_step_callbacks preprocess_common_state_dict print_datetime resolve_ddp_bucket_size "
+        "save_checkpoint_and_time should_disable_forward_pre_hook stimer train train_step training_log "
+        "update_train_iters wrap_model_chunks_with_ddp"
     ),
     "megatron.training.utils": (
-        "append_to_progress_log calc_dtensor_params_l2_norm calc_params_l2_norm check_adlr_autoresume_termination "
-        "get_blend_and_blend_per_split get_device_arch_version get_nvtx_range is_first_or_last_pipeline_stage is_rank0 "
-        "logical_and_across_model_parallel_group print_params_min_max_norm reduce_max_stat_across_model_parallel_group "
-        "report_memory to_empty_if_meta_device update_use_dist_ckpt warn_rank_0"
+        "ALL_MODULE_WRAPPER_CLASSNAMES append_to_progress_log calc_dtensor_params_l2_norm calc_params_l2_norm "
+        "check_adlr_autoresume_termination get_device_arch_version get_nvtx_range "
+        "has_nvrx_checkpointing_async_support has_nvrx_installed is_hybrid_model is_rank0 "
+        "logical_and_across_model_parallel_group print_params_min_max_norm "
+        "reduce_max_stat_across_model_parallel_group report_memory to_empty_if_meta_device "
+        "update_use_dist_ckpt warn_rank_0"
+    ),
+    "megatron.core.model_parallel_config": "resolve_tensor_parallel_weight_shards",
+    "megatron.core.rerun_state_machine": (
+        "COMPARISON_MATCH COMPARISON_MISMATCH Call Caller DataIteratorArgType "
+        "EXIT_CODE_FAILED_ON_RESULT_VALIDATION EXIT_CODE_RESUME_TO_DISAMBIGUATE QuickStats RerunDataIterator "
+        "RerunDiagnostic RerunErrorInjector RerunState RerunValidationStatus SerializableStateType "
+        "destroy_rerun_state_machine initialize_rerun_state_machine"
+    ),
+    "megatron.core.tokenizers.megatron_tokenizer": (
+        "TEXT_LIBRARIES TOKENIZER_LIBRARIES TOKENIZER_MAPPING_NAMES VISION_LIBRARIES"
+    ),
+    "megatron.core.tokenizers.utils.build_tokenizer": (
+        "MEGATRON_TOKENIZERS SP_TOKENIZERS SUPPORTED_TOKENIZERS vocab_size_with_padding"
+    ),
+    "megatron.core.transformer.multi_token_prediction": (
+        "LNImpl MTPLossAutoScaler MTPLossLoggingHelper MultiTokenPredictionBlock "
+        "MultiTokenPredictionBlockSubmodules MultiTokenPredictionLayer MultiTokenPredictionLayerSubmodules "
+        "SUPPORTED_ATTN_MASK TESpecProvider dist_all_gather_func get_mtp_layer_offset get_mtp_layer_spec "
+        "get_mtp_layer_spec_for_backend get_mtp_num_layers_to_build process_mtp_loss roll_tensor "
+        "tie_output_layer_state_dict tie_word_embeddings_state_dict"
+    ),
+    "megatron.core.transformer.spec_utils": "get_submodules",
+    "megatron.legacy.model.t5_model": "T5LMHead t5_extended_attention_mask t5_position_ids",
+    "megatron.training.argument_utils": (
+        "ArgumentGroupFactory TypeInferenceError hybrid_config_from_args inference_cfg_container_from_args "
+        "inference_cfg_from_args"
+    ),
+    "megatron.training.inprocess_restart": "destroy_state inprocess_restart maybe_force_nccl_backend_init",
+    "megatron.training.yaml_arguments": (
+        "core_config_from_args env_constructor env_pattern load_yaml str_dtype_to_torch validate_yaml"
     ),
 }
 

@@ -14,19 +14,31 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import Blend, _check_pad, data_path_words
 from megatron.core.datasets.build_datasets import samples_of_files
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.fill_in_the_middle import FimConfig
+from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.index_map import parse_split, split_ranges
 from megatron.core.datasets.mask_selection import MaskedDataConfig
-from megatron.core.datasets.megatron_dataset import WithAttentionMask
+from megatron.core.datasets.megatron_dataset import TokensAsText, WithAttentionMask
+from megatron.core.datasets.t5_dataset import (
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+    WithCrossAttentionMask,
+)
+from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.datasets.utils import Split
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state, model_parallel_is_initialized
 from megatron.core.parallel_state import launched_rank
 
 
-def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+def _build_gpt(
+    config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any], fim: FimConfig | None = None
+) -> list[Any]:
     _check_pad(config)
-    datasets = gpt_samples.build_gpt_datasets(config.data, config.tokenizer, sizes, config.random_seed, **build_context)
+    datasets = gpt_samples.build_gpt_datasets(
+        config.data, config.tokenizer, sizes, config.random_seed, fim=fim, **build_context
+    )
     # a run's own batches need no mask of s x s; a script's loop expects Megatron's
     if model_parallel_is_initialized() and get_global_state().run is not None:
         return list(datasets)
@@ -39,6 +51,10 @@ def _build_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context:
         return WithAttentionMask(dataset, config)
 
     return [with_mask(dataset) for dataset in datasets]
+
+
+def _build_fim(config: GPTFIMDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
+    return _build_gpt(config, sizes, build_context, config.fim)
 
 
 def _build_mock_gpt(config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]) -> list[Any]:
@@ -57,10 +73,21 @@ def _build_bert(
     return list(build_bert_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context))
 
 
+def _build_t5(
+    config: T5MaskedWordPieceDatasetConfig, sizes: list[int | None], build_context: dict[str, Any]
+) -> list[Any]:
+    _check_pad(config)
+    masking = MaskedDataConfig(mask_prob=config.masking_probability, short_seq_prob=config.short_sequence_probability)
+    datasets = build_t5_datasets(config.data, masking, config.tokenizer, sizes, config.random_seed, **build_context)
+    return [None if dataset is None else WithCrossAttentionMask(dataset) for dataset in datasets]
+
+
 _BUILDERS: dict[type, Callable[..., list[Any]]] = {
     GPTDataset: _build_gpt,
+    GPTFIMDataset: _build_fim,
     MockGPTDataset: _build_mock_gpt,
     BERTMaskedWordPieceDataset: _build_bert,
+    T5MaskedWordPieceDataset: _build_t5,
 }
 
 
@@ -68,8 +95,7 @@ class BlendedMegatronDatasetBuilder:
     """Megatron's builder: `build()` returns [train, valid, test].
 
     sizes: samples of each split; None for one epoch (of made-up data, for none), 0 for none. The arguments are
-    (cls, sizes, config) in core 0.5, and (cls, sizes, is_built_on_rank, config) in later versions. Every rank
-    must call `build`.
+    (cls, sizes, config), or (cls, sizes, is_built_on_rank, config). Every rank must call `build`.
     """
 
     def __init__(self, cls: Any, sizes: list[int | None], *rest: Any, config: Any = None, is_built_on_rank: Any = None):
@@ -85,6 +111,13 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list[Any]:
         if self.cls not in _BUILDERS:
             return self._build_own_class()
+
+        # a config without a tokenizer has the run's; scripts that give none read a GPT's samples as one text
+        config = self.config
+        in_run = model_parallel_is_initialized() and get_global_state().run is not None
+        reads_text = in_run and config.tokenizer is None and self.cls in (GPTDataset, MockGPTDataset)
+        if in_run and config.tokenizer is None:
+            config = replace(config, tokenizer=get_global_state().run.tokenizer)
         build_context: dict[str, Any] = {}
         if model_parallel_is_initialized():
             world = get_global_state().mesh["world"]
@@ -95,7 +128,10 @@ class BlendedMegatronDatasetBuilder:
                 "say": _say,
                 "progress": _say,
             }
-        return _BUILDERS[self.cls](self.config, self.sizes, build_context)
+        datasets = _BUILDERS[self.cls](config, self.sizes, build_context)
+        if reads_text:
+            return [None if dataset is None else TokensAsText(dataset) for dataset in datasets]
+        return datasets
 
     def _build_own_class(self) -> list[Any]:
         """Build data sets of a script's own class, which every rank builds by itself."""

@@ -1,8 +1,8 @@
 """Megatron's `BlendedMegatronDatasetConfig`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.from_megatron_config import problems_of_not_built
@@ -10,12 +10,14 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.pad_token_is_text import pad_is_text
 
-# In Megatron core 0.5 one prefix, or weights and prefixes in turn; in later versions (prefixes, weights or None).
+# One prefix, or weights and prefixes in turn, or (prefixes, weights or None).
 Blend = Sequence[str] | tuple[Sequence[str], Sequence[float] | None] | None
 
 # Settings that are not built, with Megatron's defaults: another value is refused when data are built.
 NOT_BUILT = {
     "hybrid_context_parallel": False,
+    "inter_document_masking": False,
+    "return_document_ids": False,
     "drop_last_partial_validation_sequence": True,
     "add_extra_token_to_sequence": True,
     "masking_max_ngram": 3,
@@ -52,10 +54,18 @@ class BlendedMegatronDatasetConfig:
     renormalize_blend_weights: bool = False
     is_built_on_rank: Callable[..., Any] | None = None
 
+    # of a subclass: fields of NOT_BUILT -> the only value that this kind of data accepts
+    only_values: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def decoder_length(self) -> int | None:
+        """Tokens of the decoder's text; None for data without one."""
+        return None
+
     @property
     def data(self) -> DataConfig:
         """The same settings as a `DataConfig`. Raises ConfigError for settings that are not built."""
-        if problems := problems_of_not_built(self, NOT_BUILT):
+        if problems := problems_of_not_built(self, {**NOT_BUILT, **self.only_values}):
             raise ConfigError(problems)
         train, valid, test = [data_path_words(blend) for blend in self.blend_per_split or (None, None, None)]
         has_own_splits = any((train, valid, test))
@@ -70,6 +80,7 @@ class BlendedMegatronDatasetConfig:
             test_data_path=test,
             split=None if has_own_splits else self.split,
             seq_length=self.sequence_length,
+            decoder_seq_length=self.decoder_length,
             data_cache_path=self.path_to_cache,
             mid_level_dataset_surplus=self.mid_level_dataset_surplus,
             mmap_bin_files=self.mmap_bin_files,

@@ -1,6 +1,7 @@
 """The settings of the training data: which files, how they are split, and how samples are read."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Literal
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, option
 from megatron.core.base.tell_of_empty_pipe import told_if_nobody_writes
-from megatron.core.datasets.blend import Blend, parse_blend
+from megatron.core.datasets.blend import Blend, missing_file_problem, parse_blend
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 
 DEFAULT_SPLIT = "969,30,1"
@@ -83,6 +84,20 @@ class DataConfig(FlagConfig):
         False, "restart position ids, and with them rotary angles, after each end-of-document token"
     )
     reset_attention_mask: bool = option(False, "attend within a document only")
+    sft: bool = option(
+        False,
+        "fine-tune on conversations or prompts with answers: data paths are files of JSON lines, or prefixes of "
+        "tools/preprocess_data.py --sft; loss on the answers only; packed examples do not see each other",
+    )
+    sft_packing: bool = option(True, "with --sft: one example per sample instead of as many as fit")
+    sft_split_turns: bool = option(
+        False,
+        "with --sft: make each answer of a conversation an example of its own, for chat templates that render earlier "
+        "turns otherwise than the last one",
+    )
+    chat_template: str | None = option(
+        None, "with --sft: chat template (Jinja) instead of that of the tokenizer's folder", metavar="FILE"
+    )
     dataloader_inter_document_masking: bool = option(
         False,
         "attend within a document only and restart position ids at each document, where documents are those of the data "
@@ -119,6 +134,21 @@ class DataConfig(FlagConfig):
             except ValueError as error:
                 yield str(error)
         yield from self._validation_set_problems()
+        yield from self._sft_problems()
+
+    def _sft_problems(self) -> Iterator[str]:
+        if not self.sft:
+            return
+        for name in ("reset_position_ids", "reset_attention_mask"):
+            if not getattr(self, name):
+                yield (
+                    f"--sft needs {flag_of(name)}, so that packed examples do not see each other (the command line sets it); "
+                    f"build the DataConfig with {name}=True"
+                )
+        if self.mock_data:
+            yield "--sft reads examples, and --mock-data has none; leave one of them out"
+        if self.multiple_validation_sets:
+            yield "--sft reads its validation files as one set; leave --multiple-validation-sets out"
 
     def _validation_set_problems(self) -> Iterator[str]:
         names = self.validation_set_names
@@ -182,9 +212,17 @@ class DataConfig(FlagConfig):
     @property
     def without_effect(self) -> dict[str, str]:
         """The flags that are given and change nothing, with the reason."""
+        unused = {}
         if self.mock_data and self.split is not None:
-            return {"--split": "made-up data have as many samples of each kind as are asked for"}
-        return {}
+            unused["--split"] = "made-up data have as many samples of each kind as are asked for"
+        if not self.sft:
+            of_examples = {
+                "--no-sft-packing": not self.sft_packing,
+                "--sft-split-turns": self.sft_split_turns,
+                "--chat-template": self.chat_template is not None,
+            }
+            unused |= {flag: "only --sft reads examples" for flag, given in of_examples.items() if given}
+        return unused
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -247,9 +285,38 @@ class DataConfig(FlagConfig):
             return []
         problems: dict[str, None] = {}  # a dict, to keep the order and name each file once
         for blend in self.blends():
-            if blend is not None:
+            if blend is not None and self.sft:
+                problems |= dict.fromkeys(_sft_file_problems(blend))
+            elif blend is not None:
                 problems |= dict.fromkeys(blend.missing_files())
         return list(problems)
+
+
+_SFT_TOKENS = "_sft_document"  # end of a prefix of tokens; the masks of their losses are beside it
+_SFT_MASKS = "_sft_loss_mask_document"
+
+
+def sft_mask_prefix(prefix: str) -> str | None:
+    """Return the prefix of the loss masks that belong to a prefix of tokens for --sft; None for a file of JSON lines."""
+    return prefix.removesuffix(_SFT_TOKENS) + _SFT_MASKS if prefix.endswith(_SFT_TOKENS) else None
+
+
+def _sft_file_problems(blend: Blend) -> Iterator[str]:
+    """Yield a line for each data path of --sft that cannot be read."""
+    if blend.weights is not None:
+        yield "--sft reads its files one after another, and a blend with weights was given; leave the weights out"
+    for path in blend.prefixes:
+        masks = sft_mask_prefix(path)
+        problem = None
+        if masks is not None:
+            problem = missing_file_problem(path) or missing_file_problem(masks)
+        elif not os.path.isfile(path):
+            of_tool = "a prefix of tools/preprocess_data.py --sft"
+            problem = f"there is no such file; --sft reads JSON lines, or {of_tool}, PREFIX{_SFT_TOKENS}"
+        elif os.path.getsize(path) == 0:
+            problem = "is empty; give a file with an example a line"
+        if problem is not None:
+            yield f"--data-path {path}: {problem}"
 
 
 def _blend_problems(words: list[str] | None) -> list[str]:

@@ -33,6 +33,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     context_parallel_size: int | None = None
     s3_cache_path: str | None = None
     vocab_size: int | None = None
+    return_document_ids: bool = False
+    inter_document_masking: bool = False
 
 
 class GPTDataset(MegatronDataset):

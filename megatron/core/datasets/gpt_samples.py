@@ -323,6 +323,8 @@ class GPTSamples(SampleKind):
 
 def _eod_flags(config: DataConfig) -> list[str]:
     """Return the flags, among those that are set, that look for ends of documents."""
+    if config.sft:
+        return []  # its examples are documents, whatever ends them
     return [flag_of(name) for name in _EOD_SETTINGS if getattr(config, name)]
 
 

@@ -71,4 +71,19 @@ class WithAttentionMask:
         return {name: torch.from_numpy(array) for name, array in item.items()}
 
 
+@dataclass(eq=False)
+class TokensAsText:
+    """Samples in Megatron's earlier form: {"text": int64 [s + 1]}, whose labels are the inputs shifted by one."""
+
+    samples: Any  # a data set of {"tokens": [s], "labels": [s], ...}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Return sample i: {"text": int64 [s + 1]}."""
+        item = self.samples[i]
+        return {"text": np.append(item["tokens"], item["labels"][-1:])}  # [s + 1]
+
+
 __getattr__ = names_of_megatron(__name__)

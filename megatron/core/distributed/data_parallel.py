@@ -28,7 +28,7 @@ added. If masters and moments are sharded over those ranks as well (--outer-dp-s
 reduce-scatter and an all-gather are added instead.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -126,7 +126,7 @@ class DistributedDataParallel(DataParallelChunkInterface):
             sink = ParamGradSink(name, parameter)
             set_grad_sink(parameter, sink)
             put_in_bucket(parameter, sink)
-            parameter.register_post_accumulate_grad_hook(self._move_to_main_grad)
+            parameter.register_post_accumulate_grad_hook(self._make_param_hook(parameter))
         partial_over = set().union(*(partial_axes(p.placement) for p in trained.values())) - {ACROSS_STAGES}
         self._partial_over = [name for name in mesh if name in partial_over and mesh[name].size > 1]
         if fills_grad and zero.shards_state:
@@ -466,6 +466,11 @@ class DistributedDataParallel(DataParallelChunkInterface):
             flat = collectives.all_reduce(torch.cat(parts), self.mesh[axis_name])
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total)
+
+    def _make_param_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """Return the hook that takes a gradient that autograd leaves in `.grad`: one for all parameters."""
+        del parameter
+        return self._move_to_main_grad
 
     def _move_to_main_grad(self, parameter: nn.Parameter) -> None:
         """Add a gradient that autograd left in `.grad`. Linear layers write into the buffer themselves and leave none.

@@ -132,10 +132,14 @@ def fill_stage(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: tor
 
 def _read_buffers(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: torch.device | str) -> None:
     """Fill the persistent buffers. Raises ConfigError if the model and the checkpoint have different ones."""
-    if BUFFERS not in checkpoint.state:  # written before buffers were saved
-        return
     shapes = saved_buffer_shapes(checkpoint)
     (stage,) = mesh.stages.of_rank(mesh["pp"].rank)
+    if BUFFERS not in checkpoint.state:  # of another project, or written before buffers were saved: what is there
+        buffers = buffers_of_model({stage: model}, mesh, device)
+        tensors = sharded_buffers({stage: model}, mesh, buffers, shapes)
+        there = {name: local for name, local in tensors.items() if name in shapes}
+        checkpoint.read_into(there, mesh["world"], convert=True, device=device)
+        return
     make_absent_buffers([model], checkpoint.state[BUFFERS], device)
     buffers = buffers_of_model({stage: model}, mesh, device)
     if differing := sorted(shapes.keys() ^ {BUFFER + name for name in buffers}):

@@ -35,14 +35,14 @@ _SWITCH = (bool,)
 _TEXT = (str, type(None))
 _COMMON_END = {"nccl_communicator_config_path": _TEXT, "distributed_timeout_minutes": _SIZE, "order": (str,)}
 _AFTER_THIRD = (
-    {  # core 0.2 to 0.8
+    {  # the earliest
         "pipeline_model_parallel_split_rank": (int, type(None)),
         "use_sharp": _SWITCH,
         "context_parallel_size": _SIZE,
         "expert_model_parallel_size": _SIZE,
         **_COMMON_END,
     },
-    {  # core 0.9 to 0.13
+    {  # with sizes for instances and experts
         "pipeline_model_parallel_split_rank": (int, type(None)),
         "pipeline_model_parallel_comm_backend": _TEXT,
         "use_sharp": _SWITCH,
@@ -53,7 +53,7 @@ _AFTER_THIRD = (
         "expert_tensor_parallel_size": (int, type(None)),
         **_COMMON_END,
     },
-    {  # core 0.14 and later
+    {  # without a split rank
         "pipeline_model_parallel_comm_backend": _TEXT,
         "use_sharp": _SWITCH,
         "context_parallel_size": _SIZE,
@@ -287,7 +287,7 @@ def _refuse_unbuilt(backend_options: Mapping[str, Any]) -> None:
 def stage_ranks(choose: Callable[..., Sequence[int]]) -> StageRanks:
     """Return a script's choice of pipeline ranks as a function of tuples.
 
-    Up to Megatron core 0.12 the script's function has a second argument, the encoder-decoder split.
+    In earlier releases the script's function has a second argument, the encoder-decoder split.
     """
     if len(inspect.signature(choose).parameters) > 1:
         return lambda ranks: tuple(choose(list(ranks), None))

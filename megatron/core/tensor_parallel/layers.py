@@ -68,7 +68,7 @@ def _check_arguments(layer: str, init_method: Any, stride: int, others: dict[str
 class ColumnParallelLinear(linear_layers.ColumnParallelLinear):
     """Y = X A + b with A sharded by columns. forward(x [s, b, in] or [s/t, b, in]) -> (y [s, b, out/t], bias or None)
 
-    bias: [out/t]. gather_output: y is [s, b, out]; default True without `config`, as in Megatron 2, and False with it,
+    bias: [out/t]. gather_output: y is [s, b, out]; default True without `config`, as in early Megatron, and False with it,
     as in Megatron core. Every rank of the axis must call.
     """
 

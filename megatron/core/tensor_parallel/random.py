@@ -203,8 +203,8 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
 
     args: tensors of any shapes, and other objects. distribute_saved_activations: shard the first argument, of which all
     tensor-parallel ranks have a copy, until the backward all-gathers it, in which every rank must take part. Ignored
-    under sequence parallelism, where the ranks have different tensors, and if its size does not divide. Megatron 2 had
-    no such argument: a tensor in its place is the function's first argument.
+    under sequence parallelism, where the ranks have different tensors, and if its size does not divide. Early Megatron
+    had no such argument: a tensor in its place is the function's first argument.
     """
     if isinstance(distribute_saved_activations, Tensor):
         args = (distribute_saved_activations, *args)

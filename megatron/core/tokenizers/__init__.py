@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer as MegatronTokenizer
     from megatron.core.tokenizers.tokenizer_config import (
         TokenizerConfig as TokenizerConfig,
         build_tokenizer as build_tokenizer,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        ".megatron_tokenizer": "MegatronTokenizer",
         ".tokenizer_config": "TokenizerConfig build_tokenizer",
         ".tokenizer_registry": "TOKENIZERS Tokenizer TokenizerType NullTokenizer",
     },

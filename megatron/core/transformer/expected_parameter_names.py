@@ -27,6 +27,10 @@ def has_parameter(config: ModelConfig, name: str) -> bool:
         return False
     if part == "softmax_offset":
         return config.softmax_type == "learnable"
+    if part == "gate_weight":
+        return config.moe_shared_expert_gate
+    if module == "router":
+        return part == "weight" or config.moe_router_bias
     if part != "bias":
         return True
     if "norm" in module:
@@ -99,17 +103,26 @@ def _stack(config: ModelConfig, stack: str, num_layers: int, *, has_cross_attent
     """Return the names of an encoder's or decoder's parameters: weights and biases first, then attention sinks."""
     names = []
     for i in range(num_layers):
-        for module in _modules_of_layer(config, f"{stack}.layers.{i}.", has_cross_attention):
+        for module in _modules_of_layer(config, stack, i, has_cross_attention):
             names += _module(module)
+        if config.is_moe_layer(i) and config.moe_shared_expert_intermediate_size is not None:
+            names.append(f"{_STAGE}{stack}.layers.{i}.mlp.shared_experts.gate_weight")
     names += _module(f"{stack}.final_layernorm")
     names += [f"{_STAGE}{stack}.layers.{i}.self_attention.core_attention.softmax_offset" for i in range(num_layers)]
     return names
 
 
-def _modules_of_layer(config: ModelConfig, layer: str, has_cross_attention: bool) -> Iterator[str]:
+def _modules_of_layer(config: ModelConfig, stack: str, i: int, has_cross_attention: bool) -> Iterator[str]:
+    layer = f"{stack}.layers.{i}."
     yield from (layer + norm for norm in config.layer_norms)
     yield from (f"{layer}self_attention.{x}" for x in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"))
     if has_cross_attention:
         yield f"{layer}pre_cross_attn_layernorm"
         yield from (f"{layer}cross_attention.{x}" for x in ("linear_q", "linear_kv", "linear_proj"))
-    yield from (f"{layer}mlp.{x}" for x in ("linear_fc1", "linear_fc2"))
+    if not config.is_moe_layer(i):
+        yield from (f"{layer}mlp.{x}" for x in ("linear_fc1", "linear_fc2"))
+        return
+    yield f"{layer}mlp.router"
+    yield from (f"{layer}mlp.experts.{x}" for x in ("linear_fc1", "linear_fc2"))
+    if config.moe_shared_expert_intermediate_size is not None:
+        yield from (f"{layer}mlp.shared_experts.{x}" for x in ("linear_fc1", "linear_fc2"))

@@ -3,14 +3,14 @@
 They are its shape, positions, recomputation and offload, loss, precision, and compilation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, option
 from megatron.core.ops.compile.compile_config import CompileConfig
-from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception
+from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception, layer_pattern
 from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.shape_config import ShapeConfig
 
@@ -242,6 +242,27 @@ def canonical_layer_pattern(name: str, value: Any, layers: Any) -> Any:
         value = str(entries).replace(" ", "")
     has_no_exception = value.startswith("[") and str(marked) not in value
     return None if has_no_exception else value
+
+
+def canonical_expert_settings(settings: Mapping[str, Any], ffn_size: int) -> dict[str, Any]:
+    """Return what settings of a model say of its experts, in one spelling, so that two models can be compared.
+
+    {} for a model without experts. ffn_size: the width of its dense MLPs.
+    """
+    experts = settings.get("num_experts")
+    layers = settings.get("num_layers")
+    if type(experts) is not int or experts < 2 or type(layers) is not int or not 0 < layers <= LONGEST:
+        return {}
+    pattern = layer_pattern(settings.get("moe_layer_freq") or "1")
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(layers)]
+    canonical: dict[str, Any] = {
+        "moe_ffn_hidden_size": settings.get("moe_ffn_hidden_size") or ffn_size,
+        "moe_layer_freq": str(pattern).replace(" ", ""),
+    }
+    if all(pattern):
+        canonical["ffn_hidden_size"] = None  # no layer has a dense MLP
+    return canonical
 
 
 def query_group_problem(groups: int, tensor_parallel_size: int) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from importlib import import_module as _import
 from typing import Any
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
@@ -94,3 +95,6 @@ def build_part(
 def is_custom_part(spec: Any, *ours: type) -> bool:
     """Return whether a part of a spec is a script's own: neither missing, nor an identity, nor one of `ours`."""
     return spec is not None and get_module(spec) not in (IdentityOp, *ours)
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -205,6 +205,7 @@ class TransformerConfig(ModelParallelConfig):
     flash_decode: bool = False
     batch_invariant_mode: bool = False
     use_te_activation_func: bool = False
+    use_grouped_gemm_for_dense_mlp: bool = False
     inference_rng_tracker: bool = False
     inference_sampling_seed: int = 42
     symmetric_ar_type: str | None = None

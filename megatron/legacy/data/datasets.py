@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets.bert_and_t5_samples import batched_attention_masks
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.gpt_samples import build_gpt_datasets
 from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.megatron_dataset import TokensAsText
+from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.training.global_vars import get_args, get_runtime, get_tokenizer
 
 Paths = Sequence[str] | None  # a prefix, or weights and prefixes in turn, as --data-path has them
@@ -40,21 +43,6 @@ def _as_flag(paths: Paths) -> list[str] | None:
     return [str(argument) for argument in paths] if paths else None
 
 
-@dataclass(eq=False)
-class Text:
-    """Samples in the form of Megatron 2 and 3: {"text": int64 [s + 1]}, whose labels are the inputs shifted by one."""
-
-    samples: Any  # a data set of {"tokens": [s], "labels": [s], ...}
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Return sample i: {"text": int64 [s + 1]}."""
-        item = self.samples[i]
-        return {"text": np.append(item["tokens"], item["labels"][-1:])}  # [s + 1]
-
-
 def build_gpt(
     data_prefix: Paths,
     data_impl: str,
@@ -67,7 +55,7 @@ def build_gpt(
     valid_data_prefix: Paths = None,
     test_data_prefix: Paths = None,
     return_doc_ids: bool = False,
-) -> tuple[Text | None, ...]:
+) -> tuple[TokensAsText | None, ...]:
     """Return (train, valid, test) data sets for a GPT. Every rank must call: the first builds the indices.
 
     data_impl, skip_warmup: without effect, since files are always memory-mapped. seq_length: tokens.
@@ -79,7 +67,27 @@ def build_gpt(
         data_prefix, splits_string, seq_length, (train_data_prefix, valid_data_prefix, test_data_prefix)
     )
     datasets = build_gpt_datasets(config, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building)
-    return tuple(None if dataset is None else Text(dataset) for dataset in datasets)
+    return tuple(None if dataset is None else TokensAsText(dataset) for dataset in datasets)
+
+
+@dataclass(eq=False)
+class WithPairMasks:
+    """T5's samples with a mask for each pair of tokens, int64, 1 where a query may see a key.
+
+    enc_mask [s, s], dec_mask [t, t] and enc_dec_mask [t, s].
+    """
+
+    samples: Any  # a data set of {"enc_mask": [s], "dec_mask": [t], ...}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        item = dict(self.samples[i])
+        masks = batched_attention_masks(item["enc_mask"][None], item["dec_mask"][None])
+        for name, mask in zip(("enc_mask", "dec_mask", "enc_dec_mask"), masks):
+            item[name] = (~mask[0, 0]).astype(np.int64)
+        return item
 
 
 def build_bert(
@@ -97,13 +105,14 @@ def build_bert(
     max_seq_length_dec: int | None = None,
     dataset_type: str = "standard_bert",
 ) -> tuple[Any, ...]:
-    """Return (train, valid, test) data sets for a BERT, as `build_gpt` does for a GPT.
+    """Return (train, valid, test) data sets for a BERT, or with dataset_type "t5" for a T5, as `build_gpt` does.
 
+    max_seq_length, max_seq_length_dec: tokens of a BERT's or of the encoder's text, and of the decoder's.
     masked_lm_prob, short_seq_prob: default: those of the flags.
     """
     del data_impl, skip_warmup
-    if dataset_type != "standard_bert" or max_seq_length_dec is not None:
-        raise NotImplementedError(f"dataset_type is {dataset_type}; only standard_bert is built")
+    if dataset_type not in ("standard_bert", "t5"):
+        raise NotImplementedError(f"dataset_type is {dataset_type}; standard_bert and t5 are built")
     args = get_args()
     if masked_lm_prob is None:
         masked_lm_prob = args.mask_prob
@@ -111,6 +120,13 @@ def build_bert(
         short_seq_prob = args.short_seq_prob
     masking = MaskedDataConfig(masked_lm_prob, short_seq_prob, binary_head)
     config = data_config(data_prefix, splits_string, max_seq_length)
+    if dataset_type == "t5":
+        if max_seq_length_dec is not None:
+            config = replace(config, decoder_seq_length=max_seq_length_dec)
+        datasets = build_t5_datasets(
+            config, masking, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building
+        )
+        return tuple(None if dataset is None else WithPairMasks(dataset) for dataset in datasets)
     return build_bert_datasets(
         config, masking, get_tokenizer(), train_valid_test_num_samples, seed, **get_runtime().building
     )

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core import parallel_state
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.models.gpt import gpt_stage
 from megatron.legacy.model.language_model import check_token_types, parts_of_stage, settings_of
@@ -30,6 +31,7 @@ class GPTModel(gpt_stage.GPTModel):
         self.config = config or self.settings
         self.parallel_output = parallel_output
         self.returns_contiguous = True
+        self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
 
     def forward(
         self,

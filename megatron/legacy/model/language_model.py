@@ -35,4 +35,16 @@ def check_token_types(model: str, num_tokentypes: int, expected: int) -> None:
         raise ValueError(f"{model}: num_tokentypes is {num_tokentypes}; for this model it must be {expected}")
 
 
+def get_num_layers(args: Any, is_encoder_and_decoder_model: bool = False, is_decoder: bool = False) -> int:
+    """Return the number of layers of this rank's stage, or of the chunk that is being built.
+
+    The arguments are Megatron's; the layers follow from the run.
+    """
+    del args, is_encoder_and_decoder_model, is_decoder
+    runtime = get_runtime()
+    stages = runtime.mesh.stages.of_rank(runtime.mesh["pp"].rank)  # by chunk
+    chunk = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+    return len(runtime.config.layer_split[stages[chunk]])
+
+
 __getattr__ = names_of_megatron(__name__)

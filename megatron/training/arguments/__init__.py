@@ -23,6 +23,7 @@ from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+    from megatron.training.argument_utils import parse_and_validate_args as parse_and_validate_args
     from megatron.training.arguments.transformer_config_from_args import (
         core_transformer_config_from_args as core_transformer_config_from_args,
         parse_args as parse_args,
@@ -32,6 +33,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".transformer_config_from_args": "core_transformer_config_from_args parse_args",
+        "megatron.training.argument_utils": "parse_and_validate_args",
         "megatron.core.transformer.transformer_config": "TransformerConfig",
     },
 )

@@ -396,6 +396,7 @@ DEFAULTS: dict[str, Any] = {
     "refit_method": "gloo",
     "relative_attention_max_distance": 128,
     "relative_attention_num_buckets": 32,
+    "renormalize_blend_weights": False,
     "replication_factor": 2,
     "retriever_report_topk_accuracies": [],
     "retriever_seq_length": 256,

@@ -81,6 +81,10 @@ def taken_from_checkpoint(given: Mapping[str, Any], parser: FlagParser, defaults
     if is_foreign_model:
         given = {**given, "use_checkpoint_args": True}
 
+    # a script may have the flag among its defaults
+    if defaults.get("use_checkpoint_args") and "use_checkpoint_args" not in given:
+        given = {**given, "use_checkpoint_args": True}
+
     switches = [name for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args") if given.get(name)]
     if not switches or not roots:
         return NOTHING_TAKEN

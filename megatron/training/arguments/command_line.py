@@ -132,6 +132,11 @@ def parse_args(
     for name in own_not_given:
         settings[name] = defaults.get(name)
 
+    # --sft implies them: packed examples do not see each other, also in a script of Megatron's, which gives --sft alone
+    if settings.get("sft"):
+        settings["reset_position_ids"] = True
+        settings["reset_attention_mask"] = True
+
     # build the components
     unreadable = {name for source in sources for name in source.unreadable}
     parts, build_problems = _build_all(settings, unreadable)

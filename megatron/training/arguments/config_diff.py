@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megatron.core.base.dataclass_flags import build, default_of, option_fields
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.model_config import ModelConfig, canonical_layer_pattern
+from megatron.core.transformer.model_config import ModelConfig, canonical_expert_settings, canonical_layer_pattern
 from megatron.training.arguments.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
@@ -88,6 +88,11 @@ COURSE_OF_MODEL = (
         "z_loss_coeff",
     ),
     *("attention_backend", "cpu_half_products", "compile"),
+    # of experts: losses, draws, capacity, precision and dispatch
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+    *("moe_router_bias_update_rate", "moe_router_force_load_balancing", "moe_enable_routing_replay"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
+    *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap"),
 )
 # Compared by the files' content, if both sides have its hash.
 BY_TOKENIZER = tuple(f.name for f in option_fields(TokenizerConfig))
@@ -188,6 +193,7 @@ def _in_force(parts: Parts) -> dict[str, dict[str, Any]]:
         model |= {"ffn_hidden_size": config.ffn_size, "kv_channels": config.head_width}
         if model.get("group_query_attention") and model.get("num_query_groups") == config.num_attention_heads:
             model |= {"group_query_attention": False, "num_query_groups": 1}  # as many groups as heads share nothing
+        model |= canonical_expert_settings(model, config.ffn_size)
     if "data" in resolved:
         resolved["data"]["split"] = resolved["data"].get("split") or DEFAULT_SPLIT
     if "own_model" in resolved:

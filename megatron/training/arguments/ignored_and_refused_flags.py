@@ -260,7 +260,7 @@ NO_EFFECT = by_flag(
         switches=("--legacy-tokenizer", "--trust-remote-code"),
     ),
     OtherFlags(
-        "data files hold token ids: pretraining turns no text into tokens, and a chat into none",
+        "data files hold token ids: pretraining turns no text into tokens",
         switches=(
             "--tokenizer-hf-include-special-tokens",
             "--tokenizer-hf-no-include-special-tokens",
@@ -268,7 +268,6 @@ NO_EFFECT = by_flag(
             "--tokenizer-hf-no-use-fast",
             "--tokenizer-sentencepiece-legacy",
         ),
-        values={"--chat-template": "TEXT"},
     ),
     # ---- checkpoints
     OtherFlags(
@@ -803,7 +802,8 @@ REFUSED = by_flag(
     OtherFlags("was renamed; use --recompute-num-layers", values={"--activations-checkpoint-num-layers": "N"}),
     # ---- the model
     OtherFlags(
-        "a trainer does not turn a dense checkpoint into experts; leave it out", switches=("--moe-use-upcycling",)
+        "tools/checkpoint_convert.py --num-experts turns a dense checkpoint into experts, before the run; leave it out",
+        switches=("--moe-use-upcycling",),
     ),
     OtherFlags("experts in a latent width are not built yet; leave it out", values={"--moe-latent-size": "N"}),
     OtherFlags(
@@ -948,7 +948,6 @@ REFUSED = by_flag(
             "--calc-ft-timeouts",
             "--inprocess-restart",
             "--adlr-autoresume",
-            "--sft",
             "--perform-rl-step",
             "--replication",
         ),

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
+from megatron.core.dist_checkpointing.manifest_format import BUFFER
 from megatron.core.dist_checkpointing.sharded_module_buffers import (
     buffers_of_model,
     copy_buffers_to_later_stages,
@@ -76,10 +77,16 @@ def load_buffers(
     make_absent_buffers(by_stage.values(), saved or {}, device)
     buffers = buffers_of_model(by_stage, mesh, device)
     if saved is None:
-        if buffers:
+        # of another project, or from before buffers were saved: it may hold some
+        shapes = saved_buffer_shapes(checkpoint) if isinstance(checkpoint, Checkpoint) else {}
+        tensors = sharded_buffers(by_stage, mesh, buffers, shapes)
+        there = {name: local for name, local in tensors.items() if name in shapes}
+        if shapes:
+            checkpoint.read_into(there, mesh["world"], convert=True, device=device)
+        if absent := [name for name in buffers if BUFFER + name not in shapes]:
             print_rank_0(
-                f"WARNING: {source} was written before buffers of models were saved; they start at their initial values: "
-                f"{first_names(list(buffers))}"
+                f"WARNING: {source} holds no values of these buffers, as before buffers of models were saved and as other "
+                f"projects' folders; they start at their initial values: {first_names(absent)}"
             )
         return
     if lacking := sorted(buffers.keys() - saved.keys()):

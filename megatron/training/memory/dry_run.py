@@ -188,13 +188,18 @@ class AnyBatch(GeneratedBatch):
     ) -> tuple[Tensor, ...]:
         """Return a tensor of `shape` for each key: distinct token ids for tokens, else zeros.
 
-        shape None: [b, s], or [b, s + 1] for the single key "text". The ids differ because the gradient of a sparse
-        embedding takes memory for each row that occurs.
+        shape None: [b, s], [b] for the key "is_random", or [b, s + 1] for the single key "text". The ids differ because
+        the gradient of a sparse embedding takes memory for each row that occurs.
         """
         if shape is None:
             b, s = self.shape
-            # Megatron 2's GPT reads inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
+            # A GPT's script may read inputs and labels from one key, `text`, of s + 1 tokens. BERT has a key for each.
             shape = (b, s + 1) if keys == ["text"] else (b, s)
+            if "is_random" in keys:  # of a BERT's samples: one number each
+                others = self.generate([key for key in keys if key != "is_random"], shape, dtype, device)
+                by_key = iter(others)
+                number = torch.zeros(b, dtype=dtype, device=device)  # [b]
+                return tuple(number if key == "is_random" else next(by_key) for key in keys)
         packed = torch.zeros((len(keys), *shape), dtype=dtype, device=device)  # [keys, b, s]
         for key, values in zip(keys, packed):
             if key in ("tokens", "text"):

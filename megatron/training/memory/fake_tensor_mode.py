@@ -72,6 +72,8 @@ class ShapesOnly(TorchFunctionMode):
         # pin_memory: of real tensors too, since there may be no device to pin them for
         if func in _ANSWERS and (args[0].is_meta or func is Tensor.pin_memory):
             return _ANSWERS[func](*args, **kwargs)
+        if _is_collective(func):
+            return DoneWork()
         if func is torch.tensor and _is_count(*args, **kwargs):
             return func(*args, **kwargs | {"device": "cpu"})
 
@@ -85,6 +87,11 @@ class ShapesOnly(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_collective(func: Any) -> bool:
+    """Whether a script calls torch's collective itself: nothing is communicated, since no other rank takes part."""
+    return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
+
+
 class SizesFromDataError(Exception):
     """A step with values asked for sizes that depend on the data."""
 
@@ -95,6 +102,8 @@ class ValuesWithKnownSizes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is row_counts:
             raise SizesFromDataError
+        if _is_collective(func):
+            return DoneWork()
         return func(*args, **(kwargs or {}))
 
 
@@ -131,7 +140,7 @@ def _distinct(most: int, x: Tensor, return_inverse: bool = False, return_counts:
     The counts are a real tensor, because code loops over them: [1], as if all elements were equal.
     """
     counts = torch.tensor([x.numel()], device="cpu") if return_counts else None  # [1]
-    results = [torch.empty(most, dtype=x.dtype)]  # [most]
+    results = [torch.empty(most, dtype=x.dtype, device=x.device)]  # [most]
     if return_inverse:
         results.append(torch.empty_like(x))
     if counts is not None:

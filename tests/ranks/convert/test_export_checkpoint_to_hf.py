@@ -28,15 +28,25 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+SWEPT = ("qwen2_moe", "qwen2_moe-window", "qwen3_moe", "olmoe")  # beside mixtral and gpt_oss
+# Of experts, which have shapes of their own: [experts, 2, f, h], [experts, h, f] or [experts, 2, f].
+OF_EXPERTS = {
+    **{"experts_gate_up": (3, 2, 4, 5), "experts_down": (3, 5, 4), "stacked_gate_up_in_turn": (3, 2, 4, 5)},
+    **{"stacked_gate_up_bias": (3, 2, 4), "stacked_transpose": (3, 5, 4)},
+}
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("more", [(), (3,)])
 def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, ...]):
     rows = sum(HEADS.rows[1:] if operation == "kv" else HEADS.rows)
-    x = torch.arange(rows * prod(more)).view(rows, *more)
+    shape = OF_EXPERTS.get(operation, (rows, *more))
+    x = torch.arange(prod(shape)).view(shape)
     if operation == "flat" and more:
         pytest.skip("of one dimension")
     theirs = torch.cat([one.reshape(-1) for one in to_hf_tensors(operation, HEADS, x)])
-    scatters = {"qkv_pairs"} | ({"transpose", "qkv_transpose"} if more else set())
+    scatters = {"qkv_pairs", *(name for name in OF_EXPERTS if name.startswith("stacked"))}
+    scatters |= {"transpose", "qkv_transpose"} if more else set()
     if (stretches := contiguous_copy_ranges(operation, HEADS, tuple(x.shape))) is None:
         assert operation in scatters
         return
@@ -49,7 +59,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("nbytes", [8, 56, 1 << 20])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CASES])
 def test_parts_of_any_size_make_the_same_folder(
     case: str, nbytes: int, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):

@@ -48,8 +48,11 @@ def described(tmp_path: Path):
     return write
 
 
+SWEPT = ("Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B", "OLMoE-1B-7B-0924", "Mixtral-8x7B-v0.1")
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CONFIGS])
 def test_a_published_description_makes_the_published_model(name: str, described, capsys):
     """The flags that are taken compute what the file says, and the planned job has the published number of parameters."""
     config, path = CONFIGS[name], described(CONFIGS[name])

@@ -12,6 +12,7 @@ from local_ranks import run_ranks
 from whole_run import run
 
 from megatron.convert import open_any
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.load_model import load_gpt
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
@@ -28,6 +29,9 @@ FILES = {
     "core, virtual stages": ("llama", {"tp": 2, "pp": 1, "vpp": 3}),
     "core, more ranks than groups": ("llama", {"tp": 4, "fused_norms": True}),
     "core, tied": ("llama-tied", {"tp": 2, "pp": 2, "rotary_base": 5e5, "kv_channels": 6, "fused_norms": True}),
+    "experts one by one": ("qwen2_moe", {"tp": 2, "pp": 3, "ep": 2}),
+    "experts numbered, one stage": ("qwen2_moe", {"ep": 4, "layout": "numbered", "fused_norms": True}),
+    "experts grouped": ("qwen2_moe", {"tp": 2, "ep": 2, "layout": "grouped"}),
 }
 
 # (case, options of `write_dist`): torch_dist, with layers stacked or apart, and arguments in a file or in an object of the folder.
@@ -36,6 +40,8 @@ DIST = {
     "layers apart, args within": ("llama", {"tp": 4, "stacked": False, "common": "item"}),
     "gates and ups apart": ("llama", {"tp": 2, "halves": True}),
     "tied": ("llama-tied", {"tp": 2, "rotary_base": 5e5, "kv_channels": 6}),
+    "experts": ("qwen2_moe", {"tp": 2, "stacked": False}),
+    "experts, gates and ups apart": ("qwen2_moe", {"tp": 2, "stacked": False, "halves": True}),
 }
 
 
@@ -76,6 +82,7 @@ def test_torch_dist_gives_the_scores_of_transformers(files: str, tmp_path: Path)
     [
         *("version 1.0", "layers stacked"),
         *(pytest.param(name, marks=pytest.mark.full) for name in ("version 0", "core, tied", "gates and ups apart")),
+        *("experts grouped", "experts"),
     ],
 )
 def test_every_rank_of_another_layout_reads_its_boxes(files: str, tmp_path: Path):
@@ -90,6 +97,33 @@ def test_every_rank_of_another_layout_reads_its_boxes(files: str, tmp_path: Path
                 assert torch.equal(mine[slices(local)], whole[name][slices(box)]), name
 
     run_ranks({"tp": 2, "pp": 2}, work)
+
+
+@pytest.mark.full
+def test_the_biases_that_balance_experts_are_read(tmp_path: Path):
+    """They are buffers of the router; counts of tokens are not read, and a gap in the experts is told."""
+    biases = {0: [0.5, -0.25, 1.0, 2.0], 2: [3.0, 0.0, -1.0, 0.125]}
+
+    def with_biases(rank: int, stage: int, values: dict) -> None:
+        for layer, bias in biases.items():
+            values["model"][f"decoder.layers.{layer}.mlp.router.expert_bias"] = torch.tensor(bias)
+            values["model"][f"decoder.layers.{layer}.mlp.router.local_tokens_per_expert"] = torch.ones(4)
+
+    options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    options |= {"moe_router_pre_softmax": False, "layout": "numbered"}
+    megatron_files.write(tmp_path / "theirs", "qwen2_moe", ep=2, change=with_biases, **options)
+    buffers = dict(model_of(tmp_path / "theirs").named_buffers())
+    for layer, bias in biases.items():
+        name = f"language_model.decoder.layers.{layer}.mlp.router.expert_bias"
+        assert buffers[name].tolist() == bias and buffers[name].dtype == torch.float32
+
+    def torn(rank: int, stage: int, values: dict) -> None:
+        with_biases(rank, stage, values)
+        values["model"].pop("decoder.layers.2.mlp.experts.linear_fc1.weight1", None)
+
+    megatron_files.write(tmp_path / "torn", "qwen2_moe", ep=2, change=torn, **options)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.linear_fc1.*has experts \[0\], not 0 to 1"):
+        open_any(tmp_path / "torn")
 
 
 REST = "--mock-data --tokenizer-type NullTokenizer --vocab-size 25 --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu"

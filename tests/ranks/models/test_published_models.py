@@ -43,15 +43,18 @@ def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...
     }
 
 
+SWEPT = ("Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B")  # with thousands of tensors
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CONFIGS])
 def test_a_published_model_maps_completely(name: str):
     """No tensor left over, none missing, each of the right shape; and the number of all parameters."""
     tensors, ours = tensors_of(name), parameters_of(name)
     assert placed(name, tensors) == ours
     assert sum(map(math.prod, tensors.values())) == sum(map(math.prod, ours.values())) == PARAMETERS[name]
     with pytest.raises(CheckpointError):
-        placed(name, tensors | {"model.layers.0.self_attn.sinks": [8]})
+        placed(name, tensors | {"model.layers.0.self_attn.unknown": [8]})
     last = list(tensors)[-1]
     assert placed(name, {key: shape for key, shape in tensors.items() if key != last}) != ours
 

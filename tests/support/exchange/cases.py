@@ -130,6 +130,33 @@ CASES: dict[str, dict[str, Any]] = {
         **{"model_type": "cohere2", **_SIZES, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": None},
         **{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     },
+    # Mixtures of experts.
+    "mixtral": {
+        **{"model_type": "mixtral", **_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20},
+        **{"sliding_window": 5, "head_dim": 6, "rope_theta": 1e4},
+    },
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", **_BASE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 20, "mlp_only_layers": [1], "norm_topk_prob": False},
+    },
+    "qwen2_moe-window": {
+        **{"model_type": "qwen2_moe", **_BASE, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"shared_expert_intermediate_size": 28, "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+        **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    },
+    "qwen3_moe": {
+        **{"model_type": "qwen3_moe", **_BASE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"norm_topk_prob": True, "head_dim": 6, "attention_bias": True, "mlp_only_layers": [0]},
+    },
+    "olmoe": {
+        **{"model_type": "olmoe", **_BASE, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12},
+        **{"norm_topk_prob": False, "pad_token_id": None, "eos_token_id": None},
+    },
+    "gpt_oss": {
+        **{"model_type": "gpt_oss", **_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
+        **{"head_dim": 6, "sliding_window": 5, "swiglu_limit": 0.5, "pad_token_id": None},
+        "rope_parameters": _YARN | {"rope_theta": 1.5e5, "truncate": False},
+    },
 }
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 sys.path.append(str(Path(__file__).parent))
-from megatron_files import ITERATION, args_of, gpt2_layer, llama_layer, padded, tensors_of
+from megatron_files import ITERATION, args_of, experts_of_layer, gpt2_layer, llama_layer, padded, tensors_of
 
 
 class Chunks(Tensor):
@@ -67,7 +67,7 @@ DIVIDED |= {"linear_proj.weight": 1, "linear_fc2.weight": 1, "query_key_value.we
 def core_layer(x: dict[str, Tensor], case: str, i: int) -> dict[str, Tensor]:
     """A layer with the names of torch_dist: those of Transformer Engine, whatever has computed it."""
     if case != "gpt2":
-        return llama_layer(x, i, 0, 1, fused_norms=True)
+        return llama_layer(x, i, 0, 1, fused_norms=True) | experts_of_layer(x, i, 0, 1, range(4), "stacked")
     renamed = {
         "attention.query_key_value": "self_attention.linear_qkv",
         "attention.dense": "self_attention.linear_proj",
@@ -96,17 +96,24 @@ def tensors_of_core(case: str, *, tp: int, stacked: bool, halves: bool) -> dict[
     if "lm_head.weight" in x:
         found["output_layer.weight"] = Chunks(padded(x["lm_head.weight"]), tp, 0, False)
     layers = [core_layer(x, case, i) for i in range(3)]
-    for name in layers[0]:
+    for name in dict.fromkeys(name for layer in layers for name in layer):
         dim = next((dim for end, dim in DIVIDED.items() if name.endswith(end)), None)
         parts = 1 if dim is None else tp
-        mine = {name: [layer[name] for layer in layers]}
+        mine = {name: [layer.get(name) for layer in layers]}
+        if ".experts." in name and dim is not None:
+            dim += 1
         if halves and "linear_fc1.weight" in name:
-            mine = {f"{name}_{half}": [x.chunk(2)[n] for x in mine[name]] for n, half in enumerate("wv")}
+            mine = {
+                f"{name}_{half}": [x if x is None else x.chunk(2, dim or 0)[n] for x in mine[name]]
+                for n, half in enumerate("wv")
+            }
         for full, tensors in mine.items():
             if stacked:
                 found[f"decoder.layers.{full}"] = Chunks(torch.stack(tensors), parts, 1 + (dim or 0), True)
             else:
                 for i, tensor in enumerate(tensors):
+                    if tensor is None:
+                        continue
                     found[f"decoder.layers.{i}.{full}"] = Chunks(tensor, parts, dim or 0, False)
     return found
 

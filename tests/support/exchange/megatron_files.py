@@ -33,6 +33,14 @@ def args_of(case: str, **more: Any) -> Namespace:
         shape = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "max_position_embeddings": 16}
         own = {"layernorm_epsilon": config["layer_norm_epsilon"], "ffn_hidden_size": 96, "bias_gelu_fusion": True}
         return Namespace(**common | shape | own | {"padded_vocab_size": 32} | more)
+    if case == "mixtral":
+        common |= {"num_experts": 4, "moe_router_topk": 2, "ffn_hidden_size": 20, "moe_layer_freq": 1, "kv_channels": 6}
+        common |= {"window_size": (4, 0), "moe_token_dispatcher_type": "alltoall", "moe_router_pre_softmax": False}
+    if case == "qwen2_moe":
+        common |= {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": [1, 0, 1]}
+        common |= {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True, "add_qkv_bias": True}
+        common |= {"moe_router_pre_softmax": True, "moe_router_score_function": "softmax", "moe_grouped_gemm": True}
+        common |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_router_dtype": "fp32"}
     shape = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "max_position_embeddings": 32}
     own = {"group_query_attention": True, "num_query_groups": 2, "kv_channels": 4, "ffn_hidden_size": 40}
     own |= {
@@ -43,7 +51,7 @@ def args_of(case: str, **more: Any) -> Namespace:
     }
     own |= {"position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0}
     own |= {"untie_embeddings_and_output_weights": not config["tie_word_embeddings"], "padded_vocab_size": 32}
-    return Namespace(**common | shape | own | more)
+    return Namespace(**shape | own | common | more)
 
 
 # ---------------------------------------------------------------- one rank's part of each tensor
@@ -94,16 +102,69 @@ def gpt2_layer(x: dict[str, Tensor], i: int, rank: int, tp: int, version: float)
 def llama_layer(x: dict[str, Tensor], i: int, rank: int, tp: int, fused_norms: bool) -> dict[str, Tensor]:
     """A layer with the names of megatron-core; fused_norms: as Transformer Engine has them."""
     at = f"model.layers.{i}."
+    has_experts = f"{at}mlp.gate.weight" in x or f"{at}block_sparse_moe.gate.weight" in x
     first, second = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
     q, k, v = (x[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
-    return {
+    biases = {}
+    if f"{at}self_attn.q_proj.bias" in x:
+        q_bias, k_bias, v_bias = (x[f"{at}self_attn.{name}_proj.bias"] for name in "qkv")
+        biases = {"self_attention.linear_qkv.bias": qkv_part(q_bias, k_bias, v_bias, 2, rank, tp, 3.0)}
+    mlp = {}
+    if not has_experts:
+        gate, up, down = (x[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        mlp = {
+            "mlp.linear_fc1.weight": gated_part(gate, up, rank, tp),
+            "mlp.linear_fc2.weight": part(down, rank, tp, 1),
+        }
+    attention = {
         first if fused_norms else "input_layernorm.weight": x[f"{at}input_layernorm.weight"],
         "self_attention.linear_qkv.weight": qkv_part(q, k, v, 2, rank, tp, 3.0),
         "self_attention.linear_proj.weight": part(x[f"{at}self_attn.o_proj.weight"], rank, tp, 1),
-        second if fused_norms else "pre_mlp_layernorm.weight": x[f"{at}post_attention_layernorm.weight"],
-        "mlp.linear_fc1.weight": gated_part(x[f"{at}mlp.gate_proj.weight"], x[f"{at}mlp.up_proj.weight"], rank, tp),
-        "mlp.linear_fc2.weight": part(x[f"{at}mlp.down_proj.weight"], rank, tp, 1),
+        second if fused_norms and not has_experts else "pre_mlp_layernorm.weight": x[
+            f"{at}post_attention_layernorm.weight"
+        ],
     }
+    return biases | mlp | attention
+
+
+def experts_of_layer(
+    x: dict[str, Tensor], i: int, rank: int, tp: int, experts: range, layout: str
+) -> dict[str, Tensor]:
+    """The router, the shared expert and these experts of a layer of qwen2_moe; {} for a layer without.
+
+    layout: "local_experts", "numbered", "grouped", or "stacked" as torch_dist has them.
+    """
+    at = f"model.layers.{i}.mlp."
+    gate, up, down = ("gate_proj", "up_proj", "down_proj")
+    if f"model.layers.{i}.block_sparse_moe.gate.weight" in x:  # mixtral
+        at = f"model.layers.{i}.block_sparse_moe."
+        gate, up, down = ("w1", "w3", "w2")
+    if f"{at}gate.weight" not in x:
+        return {}
+    found = {"mlp.router.weight": x[f"{at}gate.weight"]}
+    if f"{at}shared_expert_gate.weight" in x:
+        shared = [x[f"{at}shared_expert.{name}.weight"] for name in (gate, up)]
+        found["mlp.shared_experts.linear_fc1.weight"] = gated_part(*shared, rank, tp)
+        found["mlp.shared_experts.linear_fc2.weight"] = part(x[f"{at}shared_expert.{down}.weight"], rank, tp, 1)
+        found["mlp.shared_experts.gate_weight"] = x[f"{at}shared_expert_gate.weight"]
+    ups = [gated_part(*(x[f"{at}experts.{e}.{name}.weight"] for name in (gate, up)), rank, tp) for e in experts]
+    downs = [part(x[f"{at}experts.{e}.{down}.weight"], rank, tp, 1) for e in experts]
+    for module, matrices in {"linear_fc1": ups, "linear_fc2": downs}.items():
+        if layout == "stacked":
+            found[f"mlp.experts.experts.{module}.weight"] = torch.stack(matrices)
+        elif layout == "grouped":  # the memory of [experts, in, out]
+            turned = torch.stack([matrix.t() for matrix in matrices])
+            shape = (24, -1) if module == "linear_fc1" else (-1, 24)
+            found[f"mlp.experts.weight{module[-1]}"] = turned.reshape(shape).contiguous()
+        else:
+            for number, matrix in enumerate(matrices):
+                one = (
+                    f"local_experts.{number}.{module}.weight"
+                    if layout == "local_experts"
+                    else f"{module}.weight{number}"
+                )
+                found[f"mlp.experts.{one}"] = matrix
+    return found
 
 
 # ---------------------------------------------------------------- one rank's chunk
@@ -126,10 +187,19 @@ def gpt2_chunk(x: dict, layers: range, rank: int, tp: int, version: float, ends:
     return found
 
 
-def llama_chunk(x: dict, layers: range, rank: int, tp: int, ends: tuple[bool, bool], fused_norms: bool) -> dict:
+def llama_chunk(
+    x: dict,
+    layers: range,
+    rank: int,
+    tp: int,
+    ends: tuple[bool, bool],
+    fused_norms: bool,
+    experts: range = range(0),
+    layout: str = "",
+) -> dict:
     found: dict[str, Any] = {}
     for local, i in enumerate(layers):
-        mine = llama_layer(x, i, rank, tp, fused_norms)
+        mine = llama_layer(x, i, rank, tp, fused_norms) | experts_of_layer(x, i, rank, tp, experts, layout)
         found |= {f"decoder.layers.{local}.{name}": t for name, t in mine.items()}
         found[f"decoder.layers.{local}.mlp.linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     table = x["model.embed_tokens.weight"]
@@ -160,9 +230,42 @@ def write(
     change: Any = lambda rank, stage, values: None,
     zipped: bool = True,
     fused_norms: bool = False,
+    ep: int = 1,
+    layout: str = "local_experts",
     **more: Any,
 ) -> Path:
-    """The folder of a run; returns that of its iteration. age: the stack's name in old files. change: of a rank's values."""
+    """The folder of a run; returns that of its iteration. age: the stack's name in old files. change: of a rank's values.
+
+    ep, layout: of a case with four experts, how many ranks divide them and how their tensors are named.
+    """
+    if ep > 1:
+        more |= {"expert_model_parallel_size": ep}
+    for expert_rank in range(ep):
+        experts = range(expert_rank * 4 // ep, (expert_rank + 1) * 4 // ep)
+        suffix = f"_{expert_rank:03d}" if ep > 1 else ""
+        _write_ranks(
+            root, case, tp, pp, vpp, version, age, change, zipped, fused_norms, (experts, layout, suffix), **more
+        )
+    (root / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+    return root / f"iter_{ITERATION:07d}"
+
+
+def _write_ranks(
+    root: Path,
+    case: str,
+    tp: int,
+    pp: int,
+    vpp: int,
+    version: float,
+    age: str,
+    change: Any,
+    zipped: bool,
+    fused_norms: bool,
+    of_experts: tuple[range, str, str],
+    **more: Any,
+) -> None:
+    """The files of one expert-parallel rank."""
+    experts, layout, suffix = of_experts
     folder, x = root / f"iter_{ITERATION:07d}", tensors_of(case)
     ranges = split(3, pp * vpp)
     for rank in range(tp):
@@ -181,12 +284,12 @@ def write(
                 if case == "gpt2":
                     made = gpt2_chunk(x, ranges[number], rank, tp, version, ends, age)
                 else:
-                    made = llama_chunk(x, ranges[number], rank, tp, ends, fused_norms)
+                    made = llama_chunk(x, ranges[number], rank, tp, ends, fused_norms, experts, layout)
                 values[f"model{chunk}" if vpp > 1 else "model"] = made
             values["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
             change(rank, stage, values)
-            path = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
+            path = (
+                folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") + suffix) / "model_optim_rng.pt"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(values, path, _use_new_zipfile_serialization=zipped)
-    (root / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
-    return folder

@@ -27,6 +27,10 @@ _LLAMA_3 = {
 }
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "head_dim": 256}
 _OLMO = {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "tie_word_embeddings": False}
+_EXPERTS = {
+    **{"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "output_router_logits": False},
+    **{"tie_word_embeddings": False, "use_cache": True},
+}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
 
 # Values of sizes and options as the publishers' files have them; a key left out has the class's own value.
@@ -111,6 +115,53 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_llama(8192, 22528, 40, 64, 64, 256000, model_type="cohere", max_position_embeddings=8192),
         **{"layer_norm_eps": 1e-5, "rope_theta": 8000000.0, "logit_scale": 0.0625, "use_qk_norm": False},
     },
+    "Mixtral-8x7B-v0.1": {
+        **_llama(4096, 14336, 32, 32, 8, 32000, model_type="mixtral", max_position_embeddings=32768),
+        **_EXPERTS | {"num_experts_per_tok": 2, "num_local_experts": 8, "router_aux_loss_coef": 0.02},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None, "bos_token_id": 1, "eos_token_id": 2},
+    },
+    "Qwen1.5-MoE-A2.7B": {
+        **_llama(2048, 5632, 24, 16, 16, 151936, model_type="qwen2_moe", max_position_embeddings=8192),
+        **_EXPERTS | {"num_experts_per_tok": 4, "num_experts": 60, "router_aux_loss_coef": 0.001},
+        **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1},
+        **{"norm_topk_prob": False, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 32768},
+        **{"use_sliding_window": False, "max_window_layers": 21, "bos_token_id": 151643, "eos_token_id": 151643},
+    },
+    "Qwen3-30B-A3B": {
+        **_llama(2048, 6144, 48, 32, 4, 151936, model_type="qwen3_moe", max_position_embeddings=40960),
+        **_EXPERTS | {"num_experts_per_tok": 8, "num_experts": 128, "router_aux_loss_coef": 0.001},
+        **{"moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+        **{
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "rope_scaling": None,
+            "sliding_window": None,
+        },
+        **{"attention_bias": False, "use_sliding_window": False, "max_window_layers": 48},
+    },
+    "OLMoE-1B-7B-0924": {
+        **_llama(2048, 1024, 16, 16, 16, 50304, model_type="olmoe", max_position_embeddings=4096),
+        **_EXPERTS | {"num_experts_per_tok": 8, "num_experts": 64, "router_aux_loss_coef": 0.01},
+        **{"norm_topk_prob": False, "clip_qkv": None, "attention_bias": False, "rope_theta": 10000.0},
+        **{"rms_norm_eps": 1e-5, "rope_scaling": None, "eos_token_id": 50279, "pad_token_id": 1},
+    },
+    "gpt-oss-20b": {
+        **_llama(2880, 2880, 24, 64, 8, 201088, model_type="gpt_oss", max_position_embeddings=131072),
+        **_EXPERTS | {"num_experts_per_tok": 4, "experts_per_token": 4, "num_local_experts": 32},
+        **{"router_aux_loss_coef": 0.9, "head_dim": 64, "attention_bias": True, "sliding_window": 128},
+        **{"swiglu_limit": 7.0, "initial_context_length": 4096, "rms_norm_eps": 1e-5, "rope_theta": 150000},
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_scaling": _YARN
+        | {"factor": 32.0, "original_max_position_embeddings": 4096, "beta_slow": 1.0, "truncate": False},
+        "quantization_config": {
+            "modules_to_not_convert": [
+                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+            ],
+            "quant_method": "mxfp4",
+        },
+        **{"eos_token_id": 200002, "pad_token_id": 199999},
+    },
     "bert-base": {
         **{"model_type": "bert", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
         **{"num_attention_heads": 12, "max_position_embeddings": 512, "type_vocab_size": 2, "vocab_size": 30522},
@@ -126,8 +177,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def tensors_of(name: str) -> dict[str, list[int]]:
     """Names and shapes of a recorded model's tensors."""
     found = {}
-    for pattern, (shape, layers) in json.loads(RECORD.read_text())["models"][name].items():
-        found |= {pattern.replace("{i}", str(i)): shape for i in range(layers)}
+    for pattern, (shape, layers, *experts) in json.loads(RECORD.read_text())["models"][name].items():
+        for e in range(*(experts or [1])):
+            found |= {pattern.replace("{i}", str(i)).replace("{e}", str(e)): shape for i in range(layers)}
     return found
 
 
@@ -138,11 +190,16 @@ def made_by_transformers(config: dict[str, Any]) -> dict[str, list]:
 
     kinds = {"t5": transformers.AutoModelForSeq2SeqLM, "bert": transformers.AutoModelForPreTraining}
     kind = kinds.get(config["model_type"], transformers.AutoModelForCausalLM)
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
     with torch.device("meta"):
         model = kind.from_config(transformers.AutoConfig.for_model(**config))
     model.tie_weights()
+    mixtral = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     found: dict[str, list] = {}
     for name, parameter in model.named_parameters():
+        if config["model_type"] != "gpt_oss" and name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+            found |= _of_experts(re.sub(r"\.\d+\.", ".{i}.", name, count=1), parameter.shape, found)
+            continue
         if config["model_type"] == "gpt_neox":  # of the folder; version 5 has another name for the module
             name = name.replace("lm_head", "embed_out")
         pattern = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
@@ -150,7 +207,20 @@ def made_by_transformers(config: dict[str, Any]) -> dict[str, list]:
         if line[0] != list(parameter.shape):
             raise ValueError(f"{name} has another shape than layers before it")
         line[1] += 1
+    if config["model_type"] == "mixtral":
+        found = {re.sub("|".join(mixtral), lambda match: mixtral[match[0]], name): line for name, line in found.items()}
     return found
+
+
+def _of_experts(name: str, shape: Any, found: dict[str, list]) -> dict[str, list]:
+    """The tensors of a folder, [shape, number of layers, number of experts], for one that version 5 has stacked."""
+    experts, rows, columns = shape
+    kinds = {"down_proj": [rows, columns]}
+    if name.endswith("gate_up_proj"):
+        kinds = {kind: [rows // 2, columns] for kind in ("gate_proj", "up_proj")}
+    stem = name.rsplit(".", 1)[0]
+    lines = {f"{stem}.{{e}}.{kind}.weight": [size, 0, experts] for kind, size in kinds.items()}
+    return {key: [line[0], found.get(key, line)[1] + 1, experts] for key, line in lines.items()}
 
 
 def main(words: list[str]) -> int:

@@ -11,6 +11,7 @@ float64, so that a difference of 1e-10 is one of the model.
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,12 +31,13 @@ from transformers import (  # noqa: E402
 
 FOLDER = Path(__file__).parent / "records"
 ALL = cases.CASES | cases.T5_CASES | cases.BERT_CASES
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # its other experts have no float64
 KINDS = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForPreTraining}
 
 
 def filled(config: dict) -> torch.nn.Module:
     """The model of a config, with the weights of `cases.weight` under the names of its folder."""
-    model = kind_of(config).from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()
+    model = kind_of(config).from_config(AutoConfig.for_model(**config), **EAGER).eval()
     return model.to(torch.float64)
 
 
@@ -107,9 +109,7 @@ def greedy_ids(model: torch.nn.Module, name: str, **options: int) -> list[list[i
 
 
 def loaded(root: Path, wanted: dict) -> torch.nn.Module:
-    model, told = kind_of(wanted).from_pretrained(
-        root, attn_implementation="eager", dtype=torch.float64, output_loading_info=True
-    )
+    model, told = kind_of(wanted).from_pretrained(root, dtype=torch.float64, output_loading_info=True, **EAGER)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     return model.eval()
 
@@ -138,12 +138,31 @@ def gradients_of(model: torch.nn.Module, ids: torch.Tensor, shapes: dict) -> dic
     loss_of(model, ids).backward()
     found = {}
     for name, parameter in model.named_parameters():
-        if name not in shapes:  # version 5 has another name for the module than for the tensor of a folder
-            name = name.replace("lm_head", "embed_out")
-        found[name] = (
-            (parameter.grad * torch.tensor(cases.weight(f"direction of {name}", parameter.shape))).sum().item()
-        )
+        for tensor, gradient in as_in_a_folder(name, parameter.grad, shapes):
+            direction = torch.tensor(cases.weight(f"direction of {tensor}", gradient.shape))
+            found[tensor] = (gradient * direction).sum().item()
     return found
+
+
+def as_in_a_folder(name: str, x: torch.Tensor, shapes: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    """Version 5 has other names and stacks for some parameters than for the tensors of a folder."""
+    if name in shapes:
+        yield name, x
+    elif "lm_head" in name:
+        yield name.replace("lm_head", "embed_out"), x
+    elif name.replace(".mlp.", ".block_sparse_moe.") in shapes:
+        yield name.replace(".mlp.", ".block_sparse_moe."), x
+    else:  # experts: [experts, 2 f, h] or [experts, h, f]
+        stem, part = name.rsplit(".", 1)
+        is_mixtral = not any(f"{stem}.0." in tensor for tensor in shapes)
+        stem = stem.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else stem
+        gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        for i, expert in enumerate(x):
+            if part == "down_proj":
+                yield f"{stem}.{i}.{down}.weight", expert
+            else:
+                for of, half in zip((gate, up), expert.chunk(2)):
+                    yield f"{stem}.{i}.{of}.weight", half
 
 
 def losses_of(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:

@@ -126,7 +126,7 @@ def deepspeed(root: Path) -> None:
 
 def mixture(root: Path) -> None:
     folder = written(root) / "iter_0000007"
-    (folder / "mp_rank_00").rename(folder / "mp_rank_00_000_000")
+    (folder / "mp_rank_00").rename(folder / "mp_rank_00_000_001")
 
 
 def distributed(change: Any = lambda state: None, after: Any = lambda folder: None, **options: Any) -> Any:
@@ -207,8 +207,8 @@ HOSTILE = {
         args(change=lambda r, s, values: values.pop("args")),
         "args are missing; they contain the model's settings",
     ),
-    "experts": (args(num_experts=8), "num_experts (8)"),
-    "a folder of experts": (mixture, "experts"),
+    "experts of a smaller width inside": (args(moe_latent_size=8), "moe_latent_size (8)"),
+    "a folder that lacks expert-parallel ranks": (mixture, "expert-parallel rank 0"),
     "NaN": (args(layernorm_epsilon=float("nan")), "finite number"),
     "a text for a number": (args(num_layers="3"), "num_layers"),
     "more layers than files": (args(num_layers=4), "have 3 layers"),

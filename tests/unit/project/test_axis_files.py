@@ -21,8 +21,10 @@ ROOMS = (
     "core/model_parallel_config.py",
     "core/models/common/embeddings/rotary_pos_embedding.py",
     "core/packed_seq_params.py",
+    "core/tensor_parallel/batch_on_this_rank.py",
     "core/parallel_state.py",
     "core/transformer/transformer_config.py",
+    "core/utils.py",
     "legacy/",
     "deepspeed/",
 )

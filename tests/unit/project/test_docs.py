@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from documents import DOCUMENTS, ROOT, commands_of, name_of
 
+import finetune_gpt
 from megatron.core.base.dataclass_flags import FlagParser, add_flags
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.training.arguments.command_line import make_parser as pretrain_parser
@@ -27,6 +28,7 @@ WATCHES = "tests/processes/test_documents.py::test_the_page_about_watching_shows
 PREPARES = "tests/unit/tools/test_data_tools.py::test_every_command_of_the_page_runs"
 CONFIGURES = "tests/processes/test_documents.py::test_what_configure_writes_trains"
 WALKS = "tests/processes/test_documents.py::test_the_walkthrough_shows_what_its_commands_print"
+TUNES = "tests/ranks/training/test_after_pretraining.py::test_every_command_of_the_page_works"
 EXCHANGES = "tests/processes/test_documents.py::test_a_description_leads_to_text_and_on_to_a_longer_context"
 EVALUATES = "tests/ranks/inference/test_evaluate.py::test_the_commands_of_the_page_run"
 TRAINS_A_BERT = "tests/processes/test_bert.py::test_every_command_of_the_page_runs"
@@ -71,6 +73,16 @@ COMMANDS = {
         "python tools/checkpoint_convert.py ...": EXCHANGES,
         "python tools/generate.py ...": EXCHANGES,
         "torchrun --nproc-per-node 2 pretrain_gpt.py ...": EXCHANGES,
+    },
+    "docs/after_pretraining.md": {
+        "python finetune_gpt.py ...": TUNES,
+        "torchrun --nproc-per-node 2 finetune_gpt.py ...": TUNES,
+        "python pretrain_gpt.py ...": TUNES,
+        "python tools/generate.py ...": TUNES,
+        "python tools/lora.py ...": TUNES,
+        "python tools/preprocess_data.py ...": TUNES,
+        "python tools/train_tokenizer.py ...": TUNES,
+        "python -c ...": TUNES,
     },
     "docs/offload.md": {
         "python pretrain_gpt.py ...": "tests/processes/test_limited_memory.py::test_a_model_larger_than_memory_trains_with_files_and_not_without"
@@ -193,6 +205,7 @@ def flags_of_programs() -> dict[str, set[str]]:
         tools[f"tools/{tool}.py"] = set(parser.known_flags())
     trains = set(pretrain_parser().known_flags())
     return tools | {
+        "finetune_gpt.py": set(pretrain_parser(finetune_gpt.add_own_flags).known_flags()),
         "pretrain_gpt.py": trains,
         "pretrain_bert.py": trains,
         "examples/minimal_fork/pretrain.py": trains | {f"--{name.replace('_', '-')}" for name in fork},

@@ -75,6 +75,7 @@ FOREIGN = {
         "megatron/core/base/dataclass_flags.py": "__metadata__",
         "megatron/core/distributed/released_tensor_guards.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
+        "megatron/training/memory/fake_tensor_mode.py": "__module__",
         "megatron/training/memory/oom_advice.py": "__notes__",
     },
     "of an error of any kind, which a store's library raises": {

@@ -238,6 +238,6 @@ print(KEYS.answers["gradient_clipping"].status)
 """
     assert said(python, "-c", code).splitlines() == [
         str(packages / "megatron" / "__init__.py"),
-        "242 50 27 32",
+        "243 50 27 34",
         "works",
     ]

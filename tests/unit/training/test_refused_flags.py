@@ -81,7 +81,6 @@ TOPICS = {
 OF_FLAGS = {
     "--multi-latent-attention": "multi-latent attention",
     "--perform-rl-step": "reinforcement learning",
-    "--sft": "`--sft`",
     "--replication": "replicas of local checkpoints",
     "--inprocess-restart": "restarts in the process",
     "--variable-seq-lengths": "samples of several lengths",

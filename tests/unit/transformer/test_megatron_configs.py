@@ -28,7 +28,7 @@ SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 DATA = {"random_seed": 1, "sequence_length": 4}
 # Class -> how many fields it has, and a use of a config of this class, which refuses what is not built.
 CONFIGS: dict[type, tuple[int, dict[str, int], Callable[[Any], Any]]] = {
-    TransformerConfig: (242, SHAPE, model_config),
+    TransformerConfig: (243, SHAPE, model_config),
     OptimizerConfig: (
         50,
         {},
@@ -47,7 +47,7 @@ CONFIGS: dict[type, tuple[int, dict[str, int], Callable[[Any], Any]]] = {
             data_parallel_sharding_strategy=None,
         ),
     ),
-    GPTDatasetConfig: (32, DATA, lambda config: config.data),
+    GPTDatasetConfig: (34, DATA, lambda config: config.data),
     BERTMaskedWordPieceDatasetConfig: (26, DATA, lambda config: config.data),
 }
 NOT_BUILT: dict[type, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """Megatron's `T5Model`, built from two `TransformerConfig`s, the specs of both stacks and the current mesh."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,15 @@ def _specs_of_stack(stack: str, spec: Any) -> Any:
     return TransformerBlockSubmodules(specs) if is_list else specs[0]
 
 
+def _with_layers_of(config: Any, spec: Any) -> Any:
+    """Return a copy of the config with as many layers as a block spec has; the config itself for a layer's spec."""
+    if not isinstance(spec, TransformerBlockSubmodules):
+        return config
+    changed = copy.copy(config)
+    changed.num_layers = len(spec.layer_specs)
+    return changed
+
+
 class T5Model(MegatronCoreModel, t5_stage.T5Model):
     """One stage of a T5: `config` is the decoder's, `encoder_config` the encoder's.
 
@@ -68,11 +78,11 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
     def __init__(
         self,
         config: Any,
-        encoder_config: Any,
-        transformer_encoder_layer_spec: Any,
-        transformer_decoder_layer_spec: Any,
-        vocab_size: int,
-        max_sequence_length: int,
+        encoder_config: Any = None,
+        transformer_encoder_layer_spec: Any = None,
+        transformer_decoder_layer_spec: Any = None,
+        vocab_size: int = 0,
+        max_sequence_length: int = 0,
         pre_process: bool = True,
         post_process: bool = True,
         fp16_lm_cross_entropy: bool = False,
@@ -91,6 +101,11 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
             raise NotImplementedError(
                 "T5Model: rotary positions are not supported in a T5; use relative or learned_absolute"
             )
+        if transformer_encoder_layer_spec is None or transformer_decoder_layer_spec is None:
+            raise TypeError("T5Model needs transformer_encoder_layer_spec and transformer_decoder_layer_spec")
+        if encoder_config is None:  # Megatron's earlier signature: the block specs say how many layers a stack has
+            encoder_config = _with_layers_of(config, transformer_encoder_layer_spec)
+            config = _with_layers_of(config, transformer_decoder_layer_spec)
         self._stacks = {
             "encoder_spec": _specs_of_stack("encoder", transformer_encoder_layer_spec),
             "decoder_spec": _specs_of_stack("decoder", transformer_decoder_layer_spec),
@@ -179,7 +194,10 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
     ) -> Tensor | tuple[Tensor, ...]:
         # not read: padding is at a text's end, and no token attends to later ones
         del decoder_attn_mask, encoder_decoder_attn_mask
-        is_token = ~encoder_attn_mask.flatten(1, -2).all(dim=1)  # [b, s]: keys that some query attends to
+        is_padding = encoder_attn_mask  # [b, s], or a mask of pairs
+        if is_padding.dim() > 2:
+            is_padding = is_padding.flatten(1, -2).all(dim=1)  # [b, s]: keys that no query attends to
+        is_token = ~is_padding
         return super().forward(encoder_input_ids, decoder_input_ids, is_token.to(torch.int64), lm_labels)
 
 

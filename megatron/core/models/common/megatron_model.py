@@ -60,6 +60,7 @@ class MegatronCoreModel(MegatronModule):
             **heads,
         )
         self.config = config
+        self.vp_stage = vp_stage
         self.max_sequence_length = max_sequence_length
         self.parallel_output = parallel_output
 

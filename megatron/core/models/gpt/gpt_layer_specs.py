@@ -1,9 +1,13 @@
 """Megatron's layer specs of a GPT."""
 
+from typing import Any
+
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import layers_of_stage
 
 
 @accepts_defaults_only(
@@ -12,6 +16,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
     use_te_activation_func=False,
     use_kitchen_attention=False,
     kitchen_attention_backend="sdpa",
+    mla_down_proj_fusion=False,
+    use_grouped_gemm_for_dense_mlp=False,
 )
 def get_gpt_layer_with_transformer_engine_spec(
     num_experts: int | None = None,
@@ -32,6 +38,43 @@ def get_gpt_layer_with_transformer_engine_spec(
         moe_use_legacy_grouped_gemm=moe_use_legacy_grouped_gemm,
         qk_l2_norm=qk_l2_norm,
     )
+
+
+@accepts_defaults_only(pp_rank=None)
+def get_gpt_decoder_layer_specs(
+    config: Any,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+) -> list[ModuleSpec]:
+    """Return the spec of each layer of the whole model: our own layers, whatever `use_transformer_engine` says.
+
+    config: a `TransformerConfig`. Raises ValueError for layers that are not built.
+    """
+    del use_transformer_engine, vp_stage
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=normalization,
+        qk_l2_norm=qk_l2_norm,
+    )
+    return [spec] * config.num_layers
+
+
+def get_gpt_decoder_block_spec(
+    config: Any,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Return the specs of the layers of this process's stage, or of its chunk `vp_stage`; see the function above."""
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
+    return TransformerBlockSubmodules([specs[i] for i in layers_of_stage(config, vp_stage=vp_stage)])
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.common.megatron_model import MegatronCoreModel
 from megatron.core.models.gpt import gpt_stage
 
@@ -74,6 +75,14 @@ class GPTModel(MegatronCoreModel, gpt_stage.GPTModel):
             },
         )
 
+    @accepts_defaults_only(
+        "labels",
+        inference_context=None,
+        packed_seq_params=None,
+        extra_block_kwargs=None,
+        runtime_gather_output=None,
+        inference_params=None,
+    )
     def forward(
         self,
         input_ids: Tensor | None,
@@ -81,7 +90,9 @@ class GPTModel(MegatronCoreModel, gpt_stage.GPTModel):
         attention_mask: Tensor | None,
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
+        del loss_mask  # the losses of several predicted tokens would need it; the script's loss function applies it
         if decoder_input is not None:
             raise NotImplementedError("decoder_input is not built yet; pass input_ids")
         return super().forward(input_ids, position_ids, attention_mask, labels)

@@ -1,0 +1,391 @@
+"""Low-rank adapters as PEFT's folders: read, written, and merged into a Hugging Face folder.
+
+    adapter_config.json           rank, alpha, target modules
+    adapter_model.safetensors     base_model.model.<module of transformers>.lora_A.weight [rank, in], .lora_B.weight [out, rank]
+
+The table of a family says which of our linears a module of theirs is, or which rows of one:
+
+    ours                                      theirs
+    one pair for each part of linear_qkv      q_proj, k_proj, v_proj            copied
+    one pair for all rows                     one fused module (GPT-2's c_attn) rows of B reordered
+    one pair for all rows                     q_proj, k_proj, v_proj            A three times, rows of B divided
+    pairs for parts                           one fused module                  ranks one behind another: [A; A], B in blocks
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.convert.families.config_json import kind_of
+from megatron.convert.families.hf_family_table import Family
+from megatron.convert.families.registry import FAMILIES
+from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
+from megatron.convert.formats.read_hf_config_and_headers import CONFIG, INDEX, WEIGHTS, read_json
+from megatron.convert.formats.safetensors_header import TensorInFile, header_of, read_header
+from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.plan_hf_folder import bytes_of_tensor, to_hf_tensors
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, scale_of
+from megatron.core.sharding.boxes import slices
+from megatron.core.transformer.model_config import ModelConfig
+
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PARTIAL = ".partial"
+# Keys of an adapter_config.json that change what is computed, with the values under which they do not.
+_PLAIN = {
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+}
+
+
+class Pair(NamedTuple):
+    """A [rank, in] and B [out, rank]."""
+
+    a: Tensor
+    b: Tensor
+
+
+class LinearInHF(NamedTuple):
+    """One linear of ours, and the modules of transformers with its rows."""
+
+    linear: str  # its name in our model
+    operation: str  # of `weight_layout`, from their weights to ours
+    modules: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Our names of the parts, in the order of their modules; (): the linear has none."""
+        if self.operation in ("qkv", "qkv_rows", "qkv_transpose", "gate_up"):
+            return PARTS["linear_fc1" if self.operation == "gate_up" else "linear_qkv"]
+        return PARTS.get(self.linear.rsplit(".", 1)[-1], ())
+
+
+def linears_in_hf(family: Family, model: ModelConfig) -> Iterator[LinearInHF]:
+    """Yield the linears of a model that adapters may be on: those of the layers, and the output layer's."""
+    for mapping in param_mappings(family, model):
+        module, _, name = mapping.param.rpartition(".")
+        last = module.rsplit(".", 1)[-1]
+        if name == "weight" and (last.startswith("linear_") or last == "output_layer"):
+            modules = tuple(name.removesuffix(".weight") for name in mapping.hf_params)
+            yield LinearInHF(module, mapping.operation, modules)
+
+
+def fused_in_hf(model_class: str, model: ModelConfig, vocab_size: int) -> set[str]:
+    """Return our fused linears that are one module in transformers too, such as linear_qkv of a GPT-2.
+
+    Empty for a model that no family describes.
+    """
+    try:
+        family = FAMILIES[kind_of(model_class, model, vocab_size)]
+    except ConfigError:
+        return set()
+    linears = [(x.linear.rsplit(".", 1)[-1], x) for x in linears_in_hf(family, model)]
+    return {name for name, x in linears if name in PARTS and len(x.modules) == 1}
+
+
+# ---------------------------------------------------------------- read
+
+
+@dataclass
+class PeftFolder:
+    """The adapters of a folder: (our linear, part) -> pair."""
+
+    folder: Path
+    lora: LoRAConfig
+    pairs: dict[tuple[str, str], Pair]
+
+
+def read_adapter_config(folder: Path) -> LoRAConfig:
+    """Return rank, alpha and rsLoRA of a PEFT folder. Raises ConfigError for adapters that are computed otherwise."""
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; give a folder that PEFT or tools/lora.py has written")
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{path}: peft_type is {config.get('peft_type')!r:.40}; only LORA can be read")
+    for key, plain in _PLAIN.items():
+        if key in config and config[key] not in plain:
+            raise ConfigError(
+                f"{path}: {key} is {config[key]!r:.60}, which is not built; merge the adapter with PEFT first"
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or not isinstance(alpha, int | float):
+        raise ConfigError(f"{path}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; they must be numbers")
+    return LoRAConfig(lora_rank=rank, lora_alpha=float(alpha), use_rslora=bool(config.get("use_rslora")))
+
+
+def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFolder:
+    """Read a folder's adapters as those of our linears; float32 or as they are stored.
+
+    Raises ConfigError for tensors of no linear, of shapes that do not fit, or on some layers alone.
+    """
+    lora = read_adapter_config(folder)
+    path = folder / ADAPTER
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {ADAPTER}; PEFT's older adapter_model.bin is not read, save it again")
+    header = read_header(path)
+    left = set(header)
+
+    def take(module: str) -> Pair | None:
+        names = [f"{_PREFIX}{module}.lora_{factor}.weight" for factor in "AB"]
+        if not all(name in header for name in names):
+            return None
+        left.difference_update(names)
+        return Pair(*(_read(path, header[name]) for name in names))
+
+    heads = head_counts_of(model)
+    pairs: dict[tuple[str, str], Pair] = {}
+    for linear in linears_in_hf(family, model):
+        for k, module in enumerate(linear.modules):
+            pair = take(module)
+            if pair is None:
+                continue
+            part = linear.parts[k] if len(linear.modules) > 1 else WHOLE
+            if len(linear.modules) == 1:
+                pair = Pair(pair.a, _fuse(linear.operation, heads, pair.b))
+            pairs[linear.linear, part] = pair
+    if left or not pairs:
+        shown = ", ".join(sorted(left)[:3])
+        raise ConfigError(
+            f"{path} has tensors that belong to no linear of the model: {shown or 'none at all'}; is it an adapter of this base?"
+        )
+    ranks = {pair.a.shape[0] for pair in pairs.values()}
+    if ranks != {lora.lora_rank}:
+        raise ConfigError(f"{path} has adapters of rank {sorted(ranks)}, and {ADAPTER_CONFIG} says {lora.lora_rank}")
+    return PeftFolder(folder, lora, pairs)
+
+
+def targets_of(folder: PeftFolder, model: ModelConfig) -> list[str]:
+    """Return the --lora-target-modules of a folder. Raises ConfigError where some layers have other adapters than others."""
+    counts: dict[str, int] = {}
+    for linear, part in folder.pairs:
+        name = part or linear.rsplit(".", 1)[-1]
+        counts[name] = counts.get(name, 0) + 1
+    uneven = [name for name, count in counts.items() if count != (1 if name == "output_layer" else model.num_layers)]
+    if uneven:
+        raise ConfigError(
+            f"{folder.folder} has adapters of {', '.join(uneven)} on some layers alone, which is not built; merge it with "
+            "PEFT first"
+        )
+    return list(counts)
+
+
+def _read(path: Path, tensor: TensorInFile) -> Tensor:
+    with open(path, "rb") as file:
+        file.seek(tensor.start)
+        data = bytearray(file.read(tensor.nbytes))
+    return torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
+
+
+_FORWARD = {"transpose": "copy", "qkv_transpose": "qkv_rows"}  # B is [out, rank] also of a Conv1D
+
+
+def _fuse(operation: str, heads: HeadCounts, theirs: Tensor) -> Tensor:
+    """Return rows [out, rank] of theirs in our order."""
+    operation = _FORWARD.get(operation, operation)
+    ours = torch.empty_like(theirs)
+    for box, view in OPERATIONS[operation].places(heads, [View.of(0, tuple(theirs.shape))]):
+        ours[slices(box)] = theirs.as_strided(view.shape, view.strides, view.start)
+    return ours
+
+
+# ---------------------------------------------------------------- write
+
+
+def write_peft_folder(
+    out: Path,
+    pairs: Mapping[tuple[str, str], Pair],
+    lora: LoRAConfig,
+    family: Family,
+    model: ModelConfig,
+    *,
+    base: str | None = None,
+) -> None:
+    """Write adapters, (our linear, part) -> pair, as a folder that must not exist.
+
+    base: the folder or name of the base, which PEFT's AutoPeftModel loads. Raises ConfigError for adapters on linears that
+    transformers' model does not have.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give a folder that does not exist")
+    heads = head_counts_of(model)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    left = dict(pairs)
+    for linear in linears_in_hf(family, model):
+        own = {part: left.pop((linear.linear, part)) for part in ("", *linear.parts) if (linear.linear, part) in left}
+        for module, pair in _pairs_in_hf(linear, own, heads):
+            tensors[f"{_PREFIX}{module}.lora_A.weight"] = pair.a
+            tensors[f"{_PREFIX}{module}.lora_B.weight"] = pair.b
+            ranks[module] = pair.a.shape[0]
+    if left:
+        raise ConfigError(f"adapters of {', '.join(name for name, _ in list(left)[:3])} have no place in this family")
+    other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.lora_rank}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.lora_rank,
+        "lora_alpha": int(lora.lora_alpha) if lora.lora_alpha.is_integer() else lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "bias": "none",
+        "fan_in_fan_out": any(linear.operation.endswith("transpose") for linear in linears_in_hf(family, model)),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": sorted({module.rsplit(".", 1)[-1] for module in ranks}),
+        "use_rslora": lora.use_rslora,
+        "modules_to_save": None,
+        "rank_pattern": other_ranks,
+        # the factor of each stays scale: alpha grows with the rank, or with its root
+        "alpha_pattern": {
+            module: lora.scale * (rank**0.5 if lora.use_rslora else rank) for module, rank in other_ranks.items()
+        },
+    }
+    partial = out.with_name(out.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _write_tensors(partial / ADAPTER, tensors)
+    os.rename(partial, out)
+
+
+def _pairs_in_hf(linear: LinearInHF, own: Mapping[str, Pair], heads: HeadCounts) -> Iterator[tuple[str, Pair]]:
+    """Yield (module of transformers, pair) for the adapters of one linear of ours."""
+    if not own:
+        return
+    operation = _FORWARD.get(linear.operation, linear.operation)
+    if len(linear.modules) > 1:
+        if WHOLE in own:
+            rows = to_hf_tensors(operation, heads, own[WHOLE].b)
+            yield from ((module, Pair(own[WHOLE].a, b.contiguous())) for module, b in zip(linear.modules, rows))
+            return
+        yield from ((module, own[part]) for module, part in zip(linear.modules, linear.parts) if part in own)
+        return
+    (module,) = linear.modules
+    if WHOLE in own:
+        (b,) = to_hf_tensors(operation, heads, own[WHOLE].b)
+        yield module, Pair(own[WHOLE].a, b.contiguous())
+        return
+    # Their fused rows are those of the parts, one behind another: a block for each.
+    if linear.parts == PARTS["linear_qkv"]:
+        sizes = dict(zip(linear.parts, heads.rows))
+        if operation == "copy":  # GPT-NeoX keeps our order, head by head
+            raise ConfigError(
+                f"{module} of this family has its rows by heads, so that adapters of parts have no place; train with "
+                "--lora-target-modules linear_qkv ..."
+            )
+    else:
+        half = next(iter(own.values())).b.shape[0]
+        sizes = dict.fromkeys(linear.parts, half)
+    total = sum(pair.a.shape[0] for pair in own.values())
+    b = next(iter(own.values())).b.new_zeros(sum(sizes.values()), total)
+    row = column = 0
+    for part, size in sizes.items():
+        if part in own:
+            rank = own[part].a.shape[0]
+            b[row : row + size, column : column + rank] = own[part].b
+            column += rank
+        row += size
+    yield module, Pair(torch.cat([own[part].a for part in sizes if part in own]), b)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    shapes = {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
+    with open(path, "wb") as file:
+        file.write(header_of(shapes))
+        for x in tensors.values():
+            file.write(bytes_of_tensor(x.contiguous()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---------------------------------------------------------------- merge
+
+
+def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int:
+    """Write `base`, a Hugging Face folder, with an adapter added to its weights; return the number of weights changed.
+
+    Products and sums are float32 and rounded once. sign -1: subtracted. The other files are copied. A tensor at a time is in
+    memory. Raises ConfigError for an adapter of another base, before anything is written.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give a folder that does not exist")
+    lora = read_adapter_config(adapter)
+    config = read_json(adapter / ADAPTER_CONFIG)
+    is_transposed = bool(config.get("fan_in_fan_out"))
+    path = adapter / ADAPTER
+    if not path.is_file():
+        raise ConfigError(f"{adapter} has no {ADAPTER}")
+    header = read_header(path)
+    modules = {
+        name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for name in header if name.endswith("lora_A.weight")
+    }
+
+    files = [WEIGHTS]
+    if (base / INDEX).is_file():
+        files = sorted(set(read_json(base / INDEX)["weight_map"].values()))
+    if not (base / CONFIG).is_file() or not all((base / file).is_file() for file in files):
+        raise ConfigError(f"{base} is not a Hugging Face folder with {CONFIG} and safetensors; give the adapter's base")
+    headers = {file: read_header(base / file) for file in files}
+    shapes = {name: tensor.shape for in_file in headers.values() for name, tensor in in_file.items()}
+    weights: dict[str, str] = {}  # name of a weight -> module of its adapter
+    for module in sorted(modules):
+        names = (
+            f"{module}.weight",
+            f"{module.partition('.')[2]}.weight",
+        )  # old files of GPT-2 lack the first component
+        name = next((name for name in names if name in shapes), None)
+        a, b = (header[f"{_PREFIX}{module}.lora_{factor}.weight"].shape for factor in "AB")
+        expected = (a[1], b[0]) if is_transposed else (b[0], a[1])
+        if name is None or shapes[name] != expected:
+            found = "has no such weight" if name is None else f"has it of shape {list(shapes[name])}"
+            raise ConfigError(
+                f"{adapter} adapts {module}, of shape {list(expected)}, and {base} {found}; give the adapter's base"
+            )
+        weights[name] = module
+
+    partial = out.with_name(out.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for entry in sorted(base.iterdir()):
+        if entry.name not in files:
+            (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, partial / entry.name)
+    scale = sign * scale_of(lora.lora_alpha, lora.lora_rank, lora.use_rslora)
+    for file, tensors in headers.items():
+        with open(partial / file, "wb") as target:
+            target.write(header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}))
+            for name, tensor in tensors.items():
+                weight = _read(base / file, tensor)
+                if name in weights:
+                    a, b = (
+                        _read(path, header[f"{_PREFIX}{weights[name]}.lora_{factor}.weight"]).float() for factor in "AB"
+                    )
+                    delta = scale * (b @ a)  # [out, in]
+                    weight = (weight.float() + (delta.T if is_transposed else delta)).to(weight.dtype)
+                target.write(bytes_of_tensor(weight.contiguous()))
+            target.flush()
+            os.fsync(target.fileno())
+    os.rename(partial, out)
+    return len(weights)
+
+
+def base_of_state(state: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return (model_type, folder) of the published model that a checkpoint's run began from; None where it has none."""
+    origin = state.get("origin") or {}
+    return origin.get("model_type"), origin.get("folder")

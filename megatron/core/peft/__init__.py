@@ -1,0 +1,5 @@
+"""Parameter-efficient fine-tuning: low-rank adapters on the linears of a model that stays as it is.
+
+lora_config    the flags
+lora           the adapters, in any layout
+"""

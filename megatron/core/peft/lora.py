@@ -1,0 +1,283 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the parallel linears of a model, which stays as it is.
+
+    y = W x + scale B (A dropout(x))        A [rank, in] drawn, B [out, rank] zero at first; W and everything else frozen
+
+A fused weight (q|k|v by groups, gate|up) has one pair (A, B) for each of its row ranges, as PEFT has them, or one for all its
+rows. Each pair is split over tensor-parallel ranks as its linear is: of a column-parallel linear B by rows, of a row-parallel
+one A by columns. So a rank's W x and B (A x) have the same layout, and only rank-wide tensors are communicated besides.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.ops.dropout_masks import MaskWords, column_words
+from megatron.core.ops.flops import Flops, LayerInput, weight_flops
+from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
+from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, check_targets_found, parts_of
+from megatron.core.sharding.boxes import slices
+from megatron.core.sharding.initial_values import InitializesFromWeights
+from megatron.core.sharding.placement import Constant, Placement, Rows, pieces
+from megatron.core.tensor_parallel import autograd_collectives
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.replace_parallel_linears import (
+    ParallelLinear,
+    input_parameter,
+    output_parameter,
+    replace_linears,
+)
+
+
+def kaiming_uniform(x: Tensor) -> Tensor:
+    """PEFT's and litgpt's first values of A: uniform within 1 / sqrt(in)."""
+    return nn.init.kaiming_uniform_(x, a=math.sqrt(5))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One pair (A, B). values: (A [rank, in], B [out, rank]) of the whole pair, in the rows' order of the part; None: new."""
+
+    rank: int
+    scale: float
+    values: tuple[Tensor, Tensor] | None = None
+
+
+class AdapterDropout(HiddenDropout):
+    """Dropout of an adapter's input, the same in every layout. first_column: of the features that this rank has."""
+
+    def __init__(self, probability: float, keys: SampleDropoutKeys, site: str, rows: SequenceShard, first_column: int):
+        super().__init__(probability, keys, site, 0, rows)
+        self.first_column = first_column
+
+    def words_for(self, x: Tensor) -> MaskWords:
+        """Return the words of the mask of x [s, b, features]: lines [s, b, 2], columns [features]."""
+        words = super().words_for(x)
+        return MaskWords(words.lines, column_words(x.shape[2], self.place_on(x.device), self.first_column))
+
+
+class LoRA(nn.Module):
+    """A linear with adapters. forward: as the linear's.
+
+    Parameters beside the linear's own: `lora_a` and `lora_b`, or `lora_a_PART` and `lora_b_PART` for each part.
+    """
+
+    def __init__(self, linear: ParallelLinear, adapters: dict[str, Adapter], dropout: nn.Module | None = None):
+        super().__init__()
+        self.weight = linear.weight  # by the linear's names
+        self.bias = linear.bias
+        self.matmul_state = linear.matmul_state  # of a MatmulBackend
+        vars(self).update(linear=linear)  # no submodule: it would give its parameters a second name
+        self.tp = linear.tp
+        self.adapters = adapters  # by part
+        self.lora_dropout = dropout
+        self.rows = fused_rows(linear)
+        self.suffixes = {part: f"_{part}" if part else "" for part in adapters}
+        for part, adapter in adapters.items():
+            suffix = self.suffixes[part]
+            self.register_parameter(f"lora_a{suffix}", input_parameter(linear, adapter.rank, init=kaiming_uniform))
+            self.register_parameter(f"lora_b{suffix}", _output_parameter_of_part(linear, self.rows, part, adapter.rank))
+
+    def pair(self, part: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """Return (A, B) of a part, as this rank has them."""
+        suffix = self.suffixes[part]
+        return getattr(self, f"lora_a{suffix}"), getattr(self, f"lora_b{suffix}")
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return what the adapters read of x, of its shape."""
+        return x if self.lora_dropout is None else self.lora_dropout(x)
+
+    def down(self, x: Tensor) -> Tensor:
+        """Return A x of all adapters, one behind another: [.., in] -> [.., sum of ranks]. Nothing is communicated."""
+        x = self.inputs(x)
+        products = [self.tp.linear(x, self.pair(part)[0]) for part in self.adapters]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+    def up(self, h: Tensor) -> Tensor:
+        """Return scale B h, in the rows' order of the linear: [s, b, sum of ranks] -> [s, b, out/t]."""
+        parts = dict(zip(self.adapters, h.split([adapter.rank for adapter in self.adapters.values()], dim=-1)))
+        deltas = {
+            part: self.adapters[part].scale * self.tp.linear(x.contiguous(), self.pair(part)[1])
+            for part, x in parts.items()
+        }
+        if WHOLE in deltas:
+            return deltas[WHOLE]
+        # each group of rows: those of its parts, one behind another
+        groups, sizes = self.rows.groups, self.rows.sizes
+        pieces = []
+        for part, size in sizes.items():
+            if part in deltas:
+                pieces.append(deltas[part].unflatten(-1, (groups, size)))  # [s, b, groups, size]
+            else:
+                pieces.append(h.new_zeros(()).expand(*h.shape[:-1], groups, size))
+        return torch.cat(pieces, dim=-1).flatten(-2)  # [s, b, out/t]
+
+    def with_delta(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the linear's result for x, with the delta added to its first part."""
+        y, bias = self.linear(x)
+        return y + delta, bias
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """A frozen weight has no gradient, and the first layer's frozen input needs none."""
+        flops = weight_flops(x, self.weight)
+        for part in self.adapters:
+            a, b = self.pair(part)
+            flops = flops + weight_flops(x, a) + weight_flops(x.after(a), b)
+        return flops
+
+
+class ColumnLoRA(LoRA):
+    """x [s, b, in] ([s/t, b, in] under sequence parallelism) -> [s, b, out/t]"""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        h = self.down(x)  # [s, b, ranks], or [s/t, b, ranks]
+        if self.tp.sequence_parallel:
+            h = autograd_collectives.gather_sequence(h, self.tp.axis)  # [s, b, ranks]
+        else:
+            h = autograd_collectives.copy(h, self.tp.axis)  # each rank's gradient is that of its rows of B
+        return self.with_delta(x, self.up(h))
+
+
+class RowLoRA(LoRA):
+    """y [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism"""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        h = self.down(x)  # [s, b, rank], this rank's term of a sum
+        if self.tp.sequence_parallel:
+            h = autograd_collectives.reduce_scatter_sequence(h, self.tp.axis)  # [s/t, b, rank]
+        else:
+            h = autograd_collectives.reduce(h, self.tp.axis)
+        return self.with_delta(x, self.up(h))
+
+
+class GivenValues(InitializesFromWeights):
+    """Adapters that begin with given values, such as those of a PEFT folder, instead of drawn ones."""
+
+    def initialize_from_weights(self) -> None:
+        mesh = {axis.name: axis for axis in (self.tp.axis, self.tp.kv) if axis is not None}
+        for part, adapter in self.adapters.items():
+            for parameter, whole in zip(self.pair(part), adapter.values or ()):
+                for box, local in pieces(parameter.placement, tuple(parameter.shape), mesh):
+                    parameter.data[slices(local)].copy_(whole[slices(box)])
+
+
+class GivenColumnLoRA(GivenValues, ColumnLoRA):
+    """A `ColumnLoRA` that begins with given values."""
+
+
+class GivenRowLoRA(GivenValues, RowLoRA):
+    """A `RowLoRA` that begins with given values."""
+
+
+# ---------------------------------------------------------------- parts of fused linears
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """How this rank's rows of a fused linear repeat: `groups` times the rows of each part. One part: no fused linear."""
+
+    sizes: dict[str, int]  # part -> rows in a group, on this rank
+    groups: int  # on this rank
+
+
+def fused_rows(linear: ParallelLinear) -> FusedRows:
+    """Return the parts of a linear's rows on this rank, for q|k|v by groups and gate|up."""
+    placement = linear.weight.placement
+    local = linear.weight.shape[0]
+    qkv, gated = PARTS["linear_qkv"], PARTS["linear_fc1"]
+    if len(placement.interleaved) == len(qkv):
+        sizes = dict(zip(qkv, placement.interleaved))
+        if placement.rows:  # more ranks than key/value heads: some of a group's queries, its key and its value
+            queries = placement.rows[0]
+            sizes[qkv[0]] = queries.stop - queries.start
+        return FusedRows(sizes, local // sum(sizes.values()))
+    if isinstance(linear, ColumnParallelLinear) and len(linear.blocks) == len(gated):
+        ranks = linear.tp.axis.size
+        return FusedRows({part: block // ranks for part, block in zip(gated, linear.blocks)}, 1)
+    return FusedRows({WHOLE: local}, 1)
+
+
+def _output_parameter_of_part(linear: ParallelLinear, rows: FusedRows, part: str, rank: int) -> nn.Parameter:
+    """Make B of a part: [rows of the part, rank], of which this rank has those that it has of the linear's rows."""
+    init = Constant(0.0)
+    if part == WHOLE:
+        return output_parameter(linear, rank, init=init)
+    fused = linear.weight.placement
+    if fused.interleaved:
+        width = dict(zip(rows.sizes, fused.interleaved))[part]  # rows in a whole group
+        groups = fused.shape[0] // sum(fused.interleaved)
+    else:
+        width, groups = linear.blocks[list(rows.sizes).index(part)], 1
+    shape = (groups * width, rank)
+    local = (rows.groups * rows.sizes[part], rank)
+    if not fused.rows:
+        return linear.tp.parameter(local, Placement(shape, init, shard={linear.tp.axis.name: 0}))
+    queries, keys_and_values = fused.rows
+    group, first = divmod(queries.start, sum(fused.interleaved))
+    if part == PARTS["linear_qkv"][0]:
+        start = group * width + first
+        own = Rows(start, start + local[0])
+    else:
+        own = Rows(group * width, (group + 1) * width, shared_over=keys_and_values.shared_over)
+    return linear.tp.parameter(local, Placement(shape, init, rows=(own,)))
+
+
+# ---------------------------------------------------------------- a model
+
+
+def add_lora(
+    chunk: nn.Module,
+    config: LoRAConfig,
+    *,
+    whole: Collection[str] = (),
+    values: Callable[[str, str], tuple[Tensor, Tensor]] | None = None,
+    keys: SampleDropoutKeys | None = None,
+    rows_of_sample: SequenceShard = SequenceShard(),  # noqa: B008  (frozen)
+) -> list[str]:
+    """Freeze a model chunk and give its linears adapters; return the names of those with one.
+
+    whole: fused linears that all-linear gives one adapter for all rows. values(name, part): the (A, B) with which the adapter
+    of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's `LayerContext`, for dropout.
+    Raises ConfigError for targets that the chunk's layers lack.
+    """
+    for parameter in chunk.parameters():
+        parameter.requires_grad_(False)
+    found: dict[str, set[str]] = {}
+
+    def make(name: str, linear: ParallelLinear) -> nn.Module | None:
+        last = name.rsplit(".", 1)[-1]
+        rows = fused_rows(linear)
+        parts = parts_of(last, len(rows.sizes) > 1, config.lora_target_modules, whole)
+        if not parts:
+            return None
+        adapters = {}
+        for part in parts:
+            begins_with = None if values is None else values(name, part)
+            adapters[part] = Adapter(config.lora_rank, config.scale, begins_with)
+        found.setdefault(last, set()).update(adapters)
+        is_column = isinstance(linear, ColumnParallelLinear)
+        dropout = None
+        if config.lora_dropout > 0:
+            dropout = _dropout(name, linear, config.lora_dropout, keys, rows_of_sample)
+        if values is None:
+            return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, dropout)
+        return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
+
+    names = replace_linears(chunk, make, output_layer=True)
+    if names:
+        own = [name for name in config.lora_target_modules if name not in ("output_layer", "lm_head")]
+        check_targets_found(own, found)
+    return names
+
+
+def _dropout(
+    name: str, linear: ParallelLinear, probability: float, keys: SampleDropoutKeys, rows: SequenceShard
+) -> AdapterDropout:
+    """Return the dropout of an adapter's input. rows: those of a sample that this rank has between layers."""
+    if isinstance(linear, RowParallelLinear):
+        first_column = linear.tp.axis.rank * linear.weight.shape[1]
+        return AdapterDropout(probability, keys, f"lora {name}", rows.within_layers, first_column)
+    return AdapterDropout(probability, keys, f"lora {name}", rows, 0)

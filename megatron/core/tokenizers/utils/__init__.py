@@ -1,0 +1,1 @@
+"""Megatron's path of `build_tokenizer(args)`."""

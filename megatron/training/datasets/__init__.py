@@ -1,0 +1,1 @@
+"""Megatron's paths of data sets that belong to its scripts."""

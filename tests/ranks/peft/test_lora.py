@@ -1,0 +1,101 @@
+"""Adapters, one for each row range of a fused weight: any layout trains them as one process, dropout included."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from tiny_run import GPT, GPT2, LLAMA, TINY_LLAMA, Layout, Outcome, assert_equal, build_chunks, run
+from torch import nn
+
+from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.peft.lora import add_lora
+from megatron.core.peft.lora_config import LoRAConfig
+from megatron.core.sharding.placement import Normal
+
+AHEAD = DataParallelConfig(zero_stage=3, overlap_grad_reduce=True, overlap_param_gather=True)
+LAYOUTS = {
+    "tp sp pp": Layout(tp=2, sp=True, pp=2, m=4),
+    "tp shared heads": Layout(tp=8, m=2),
+    "zb cp": Layout(pp=2, cp=2, m=4, schedule="zb-h1"),
+    "vpp recomputed zero 1": Layout(
+        pp=2, v=2, dp=2, m=2, schedule="interleaved", recompute="uniform 1", data_parallel=replace(AHEAD, zero_stage=1)
+    ),
+    "tp zero 3 selective": Layout(tp=2, dp=2, m=2, recompute="selective", data_parallel=AHEAD),
+    "sp cp zero 2": Layout(tp=2, sp=True, cp=2, dp=2, m=1, data_parallel=replace(AHEAD, zero_stage=2)),
+    "zero 3 zb-v": Layout(pp=2, dp=2, m=2, schedule="zb-v", v=2, data_parallel=AHEAD),
+}
+CONFIGS = {
+    "parts": (LLAMA, LoRAConfig(lora_rank=2, lora_alpha=4.0, lora_dropout=0.3)),
+    "some parts": (
+        replace(LLAMA, num_query_groups=4),
+        LoRAConfig(lora_rank=3, use_rslora=True, lora_target_modules=["q_proj", "v_proj", "up_proj", "output_layer"]),
+    ),
+    "whole": (
+        GPT2,
+        LoRAConfig(lora_rank=2, lora_target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]),
+    ),
+}
+
+
+def adapted(config, lora: LoRAConfig, **parts) -> nn.Module:
+    model = GPT.make(config, **parts)
+    add_lora(model, lora, keys=model.context.keys, rows_of_sample=model.context.rows)
+    for name, parameter in model.named_parameters():
+        if "lora_b" in name:  # else A has no gradient in the first step
+            parameter.placement = replace(parameter.placement, init=Normal(0.1))
+    return model
+
+
+def run_adapted(case: str, layout: Layout) -> Outcome:
+    config, lora = CONFIGS[case]
+    subject = replace(GPT, make=partial(adapted, lora=lora))
+    return run(config, layout, subject=subject, steps=2, global_batch=4)
+
+
+@cache
+def one_process(case: str) -> Outcome:
+    return run_adapted(case, Layout())
+
+
+FULL = {("tp sp pp", "parts")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        pytest.param(layout, case, marks=pytest.mark.full if (layout, case) in FULL else pytest.mark.sweep)
+        for layout in LAYOUTS
+        for case in CONFIGS
+    ],
+)
+def test_every_layout_trains_adapters_as_one_process(layout: str, case: str):
+    got, expected = run_adapted(case, LAYOUTS[layout]), one_process(case)
+    assert_equal(got, expected, 1e-10)
+    trained = {key for key, grad in got.grads[-1].items() if grad.abs().max() > 0}
+    assert trained == {key for key in got.weights if "lora" in key} and trained
+
+
+def test_one_pair_for_each_part_computes_what_its_rows_of_the_fused_weight_would():
+    """y of the adapted linear is that of a weight whose rows have B A added, part by part."""
+
+    def work(mesh: Mesh) -> None:
+        lora = LoRAConfig(lora_rank=2, lora_alpha=6.0)
+        subject = replace(GPT, make=partial(adapted, lora=lora))
+        chunks, _, _ = build_chunks(mesh, TINY_LLAMA, Layout(), subject=subject)
+        layer = chunks[0].module.language_model.decoder.layers[0]
+        n, g, d = TINY_LLAMA.num_attention_heads, TINY_LLAMA.num_query_groups, TINY_LLAMA.head_width
+        x = torch.randn(3, 2, TINY_LLAMA.hidden_size, dtype=torch.float64)
+        qkv = layer.self_attention.linear_qkv
+        deltas = [qkv.pair(part)[1] @ qkv.pair(part)[0] * 3.0 for part in ("linear_q", "linear_k", "linear_v")]
+        q, k, v = (delta.view(g, -1, delta.shape[1]) for delta in deltas)
+        assert q.shape[1] == n // g * d
+        weight = qkv.weight + torch.cat((q, k, v), dim=1).flatten(0, 1)
+        torch.testing.assert_close(qkv(x)[0], x @ weight.T, rtol=1e-12, atol=1e-12)
+        fc1 = layer.mlp.linear_fc1
+        deltas = [fc1.pair(part)[1] @ fc1.pair(part)[0] * 3.0 for part in ("linear_fc1_gate", "linear_fc1_up")]
+        torch.testing.assert_close(fc1(x)[0], x @ (fc1.weight + torch.cat(deltas)).T, rtol=1e-12, atol=1e-12)
+
+    run_ranks({}, work)

@@ -1,0 +1,229 @@
+"""finetune_gpt.py from a published folder: layouts, packing, resumes, what is saved, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from local_ranks import run_ranks
+from script_run import settings_of, trainer_of
+from sft_folder import CHATML, VOCABULARY, chats, read_safetensors, write_lines, write_model
+
+import finetune_gpt
+from megatron.convert import open_foreign
+from megatron.core.base.dataclass_flags import ConfigError, build
+from megatron.core.dist_checkpointing import load_whole_tensors
+from megatron.core.distributed.sync_and_gather_params import full_state_dict
+from megatron.core.inference.generate import generate
+from megatron.core.inference.load_model import load_gpt
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.peft.lora_config import LoRAConfig
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.training.arguments.validation import check
+from tools import lora as lora_tool
+
+SIZES = (
+    "--seq-length 64 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1"
+)
+LORA = " --lora-rank 2 --lora-dropout 0.2"
+
+
+class Script:
+    """finetune_gpt.py with the defaults of a command line."""
+
+    train_valid_test_datasets_provider = staticmethod(finetune_gpt.train_valid_test_datasets_provider)
+    model_provider = staticmethod(finetune_gpt.model_provider)
+    forward_step = staticmethod(finetune_gpt.forward_step)
+    extra_args_provider = staticmethod(finetune_gpt.add_own_flags)
+
+    def __init__(self, flags: str):
+        self.args_defaults = finetune_gpt.defaults_of(flags.split())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("base")
+    write_model(root / "model")
+    write_lines(root / "chats.jsonl", chats(24))
+    return root
+
+
+def flags_of(base: Path, more: str = "") -> str:
+    data = f"--data-path {base}/chats.jsonl --split 1,0,0 --pretrained-checkpoint {base}/model --device cpu"
+    return f"{SIZES} {data} {more}"
+
+
+def train(base: Path, sizes: dict[str, int], more: str) -> list[dict[str, torch.Tensor]]:
+    flags = flags_of(base, more)
+    script = Script(flags)
+
+    def train_rank(mesh: Mesh) -> dict[str, torch.Tensor]:
+        with trainer_of(script, mesh, flags, predicts=False) as trainer:
+            trainer.run()
+            return {name: p.clone() for chunk in trainer.model for name, p in full_state_dict(chunk.module).items()}
+
+    return run_ranks(sizes, train_rank)
+
+
+LAYOUTS = {
+    "tp sp zero 3": ({"tp": 2, "dp": 2}, " --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3"),
+    "pp cp": ({"pp": 2, "cp": 2}, " --pipeline-model-parallel-size 2 --context-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora"),
+    [
+        pytest.param("tp sp zero 3", LORA, marks=pytest.mark.full),
+        pytest.param("pp cp", "", marks=pytest.mark.sweep),
+        pytest.param("pp cp", LORA, marks=pytest.mark.sweep),
+        pytest.param("tp sp zero 3", "", marks=pytest.mark.sweep),
+    ],
+)
+def test_any_layout_trains_packed_examples_as_one_process(layout: str, lora: str, base: Path, tmp_path: Path):
+    """Of which the micro batches are cut otherwise: the loss is divided by the answers' tokens of the whole batch."""
+    sizes, flags = LAYOUTS[layout]
+    fp64 = (
+        f" --fp64 --train-iters 2 --optimizer sgd --lr 1{lora}"  # Adam's first step is a sign, also of a rounding error
+    )
+    train(base, sizes, f"{fp64}{flags} --save {tmp_path}/layout")
+    train(base, {}, f"{fp64} --micro-batch-size 2 --save {tmp_path}/alone")
+    got, expected = load_whole_tensors(tmp_path / "layout"), load_whole_tensors(tmp_path / "alone")
+    names = [name for name in expected if name.startswith("model/")]
+    assert got.keys() == expected.keys() and len(names) > 10
+    for name in names:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "lora", [pytest.param("", marks=pytest.mark.sweep, id="all weights"), pytest.param(LORA, id="adapters")]
+)
+def test_a_resume_is_bit_for_bit_and_the_base_keeps_its_bytes(lora: str, base: Path, tmp_path: Path, capsys):
+    before = {path.name: path.read_bytes() for path in (base / "model").iterdir()}
+    (whole,) = train(base, {}, f"{lora} --train-iters 4 --save {tmp_path}/whole")
+    train(base, {}, f"{lora} --train-iters 2 --save {tmp_path}/half")
+    (again,) = train(base, {}, f"{lora} --train-iters 4 --load {tmp_path}/half")
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+    assert {path.name: path.read_bytes() for path in (base / "model").iterdir()} == before
+    if lora:
+        saved = [name for name in load_whole_tensors(tmp_path / "half") if name.startswith("model/")]
+        assert len(saved) == 28 and all("lora" in name for name in saved)
+        weights = read_safetensors(base / "model/model.safetensors")
+        proj = whole["language_model.decoder.layers.0.self_attention.linear_proj.weight"]
+        assert torch.equal(proj, torch.from_numpy(weights["model.layers.0.self_attn.o_proj.weight"].copy()))
+        write_model(tmp_path / "other", seed=1)
+        with pytest.raises(RuntimeError, match="is not the base of --load"):
+            train(base, {}, f"{lora} --train-iters 4 --load {tmp_path}/half --pretrained-checkpoint {tmp_path}/other")
+
+
+@pytest.mark.sweep
+def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop(tmp_path: Path, capsys):
+    """Where pad, end of text and end of turn are one id."""
+    write_model(tmp_path / "model", one_id=True)
+    records = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "ok" * (1 + i % 2)}]}
+        for i in range(20)
+    ]
+    write_lines(tmp_path / "chats.jsonl", records)
+    train(tmp_path, {}, f" --epochs 2 --save-hf {tmp_path}/tuned")
+    (folder,) = (tmp_path / "tuned").iterdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+    assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CHATML
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ("--data-path missing.jsonl", r"--data-path missing\.jsonl: there is no such file; --sft reads JSON lines"),
+        ("--mock-data", "exclude each other|--mock-data has none"),
+        (
+            "--data-path 0.5 {base}/chats.jsonl 0.5 {base}/chats.jsonl",
+            "a blend with weights was given; leave the weights out",
+        ),
+        (
+            "--lora-rank 2 --lora-target-modules linear_x q_proj",
+            "--lora-target-modules linear_x: there is no such linear",
+        ),
+        ("--lora-rank 2 --lora-target-modules linear_qkv linear_q", "gives linear_qkv and parts of it"),
+        (
+            "--lora-rank 2 --save-hf x",
+            "--save-hf writes a whole model, and this run trains adapters; give --save, and merge",
+        ),
+        ("--lora-rank 0", "--lora-rank is 0; it must be at least 1"),
+        ("--epochs 2 --train-iters 3", "--epochs 2 and --train-iters both give the length; give one"),
+        (
+            "--lora-adapter {base}/model",
+            "has no adapter_config.json; give a folder that PEFT or tools/lora.py has written",
+        ),
+    ],
+)
+def test_bad_settings_are_one_line(more: str, problem: str, base: Path):
+    flags = flags_of(base, more.format(base=base))
+    with pytest.raises(ConfigError) as error:
+        script = Script(flags)
+        config, args = settings_of(script, flags + ("" if "--epochs" in more else " --train-iters 1"))
+        check(config, 1)
+        if problems := config.data.missing_files():
+            raise ConfigError(problems)
+        build(LoRAConfig, vars(args))
+    assert re.search(problem, " ".join(error.value.problems))
+
+
+def test_targets_that_the_model_does_not_have_are_refused(base: Path):
+    with pytest.raises(RuntimeError, match="--lora-target-modules linear_fc1_gate: the model has no such linear"):
+        write_model(base / "gpt2", "gpt2")
+        more = f" --lora-rank 2 --lora-target-modules linear_fc1_gate linear_proj --train-iters 1 --pretrained-checkpoint {base}/gpt2"
+        train(base, {}, more)
+    with pytest.raises(RuntimeError, match="output_layer: the model's output layer has the embedding's weight"):
+        train(base, {}, more.replace("linear_fc1_gate linear_proj", "output_layer"))
+
+
+def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path):
+    adapter = tmp_path / "adapter"
+    train(base, {}, f" --lora-rank 2 --train-iters 1 --save {tmp_path}/own")
+    assert lora_tool.main(["--load", f"{tmp_path}/own", "--save-peft", str(adapter)]) == 0
+    write_model(tmp_path / "gpt2", "gpt2")
+    assert (
+        lora_tool.main(["--adapter", str(adapter), "--base", f"{tmp_path}/gpt2", "--merge", f"{tmp_path}/merged"]) == 2
+    )
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(ConfigError, match="has tensors that belong to no linear of the model: base_model"):
+        Script(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("one_id", [False, True], ids=["ids of their own", "one id for pad, text and turn"])
+def test_a_tuned_model_stops(one_id: bool, tmp_path: Path):
+    """Of 100 prompts of the training set's form 95 end with the end-of-turn token within 64 tokens, greedy."""
+    write_model(tmp_path / "model", one_id=one_id)
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"count {i}"},
+                {"role": "assistant", "content": f"{i} is {i % 7}" + "!" * (i % 3)},
+            ]
+        }
+        for i in range(100)
+    ]
+    write_lines(tmp_path / "chats.jsonl", records)
+    train(tmp_path, {}, f" --train-iters 200 --seq-length 128 --no-sft-packing --save-hf {tmp_path}/tuned")
+    (folder,) = (tmp_path / "tuned").iterdir()
+    checkpoint = open_foreign(folder)
+    config = ModelConfig(**checkpoint.state["config"]["transformer"])
+    model = load_gpt(checkpoint, config, vocab_size=checkpoint.state["vocab_size"], positions=256)
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+    ended = 0
+    for i in range(100):
+        prompt = tokenizer.tokenize(f"<|im_start|>user\ncount {i}<|im_end|>\n<|im_start|>assistant\n")
+        options = {
+            "max_new_tokens": 64,
+            "max_length": 128,
+            "stop_id": None,
+            "choose": lambda logits: int(logits.argmax()),
+        }
+        ended += VOCABULARY - 1 in list(generate(model, prompt, **options))
+    assert ended >= 95

@@ -1,0 +1,237 @@
+"""Examples for fine-tuning: forms, masks, packing, and what is said of lines that cannot be used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sft_folder import CHATML, CHATML_BLOCKS, SPECIAL, VOCABULARY, chats, write_lines, write_tokenizer
+
+from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.sft_dataset import SFTDataset, build_sft_datasets, make_encoder, pack
+from megatron.core.datasets.sft_examples import SFTEncoder, UnusableRecord, marked_text
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+
+END = VOCABULARY - 1
+
+
+def tokenizer_in(folder: Path, template: str = CHATML, **more: Any) -> Any:
+    write_tokenizer(folder, template, **more)
+    return build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+
+
+def config_of(*paths: Path, **more: Any) -> DataConfig:
+    settings = {
+        "seq_length": 64,
+        "split": "1,0,0",
+        "sft": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+    }
+    return DataConfig(data_path=[str(path) for path in paths], **settings | more)
+
+
+def build(
+    config: DataConfig, tokenizer: Any, count: int | None = None, said: list[str] | None = None, **more: Any
+) -> Any:
+    say = (lambda line: None) if said is None else said.append
+    return build_sft_datasets(config, tokenizer, [count, 0, 0], 7, say=say, progress=say, **more)[0]
+
+
+def encoded(encoder: SFTEncoder, record: Any) -> list[str]:
+    try:
+        return [marked_text(example, encoder.tokenizer) for example in encoder.encode(record)]
+    finally:
+        if encoder.template is not None:
+            encoder.template.close()
+
+
+CHAT = [("user", "hi"), ("assistant", "yo"), ("user", "more"), ("assistant", "no")]
+MESSAGES = [{"role": role, "content": text} for role, text in CHAT]
+TEXT = (
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n>>>yo<|im_end|><<<\n"
+    "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n>>>no<|im_end|><<<\n"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS], ids=["prefixes", "blocks"])
+def test_answers_with_their_end_give_loss_and_nothing_else(template: str, tmp_path: Path):
+    """By blocks and by prefixes alike: the white space behind the end of a turn is not the model's to write."""
+    config = DataConfig()
+    assert encoded(make_encoder(config, tokenizer_in(tmp_path, template)), {"messages": MESSAGES}) == [TEXT]
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[role], "value": text} for role, text in CHAT]
+    assert encoded(make_encoder(config, tokenizer_in(tmp_path, template)), {"conversations": turns}) == [TEXT]
+    split = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+    (last,) = encoded(make_encoder(config, tokenizer_in(tmp_path, template)), split)
+    assert last == TEXT.replace(">>>yo<|im_end|><<<", "yo<|im_end|>")
+
+
+def test_a_block_that_leaves_the_end_out_gets_it(tmp_path: Path):
+    template = CHATML_BLOCKS.replace(
+        "{{ m.content + '<|im_end|>' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>"
+    )
+    assert encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, template)), {"messages": MESSAGES}) == [TEXT]
+
+
+def test_each_answer_may_be_an_example_of_its_own(tmp_path: Path):
+    """As a template needs that drops the thinking of earlier turns."""
+    thinking = CHATML.replace("+ m.content +", "+ ('hm ' if loop.last and m.role == 'assistant' else '') + m.content +")
+    record = {"messages": MESSAGES}
+    with pytest.raises(
+        UnusableRecord, match=r"turn 2 is rendered otherwise once other turns follow.*--sft-split-turns"
+    ):
+        encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, thinking)), record)
+    config = DataConfig(sft=True, sft_split_turns=True, reset_position_ids=True, reset_attention_mask=True)
+    first, second = encoded(make_encoder(config, tokenizer_in(tmp_path, thinking)), record)
+    assert first.endswith("assistant\n>>>hm yo<|im_end|><<<\n") and second.count(">>>") == 1
+    assert "\nyo<|im_end|>" in second and second.endswith(">>>hm no<|im_end|><<<\n")
+
+
+def test_prompts_alpaca_and_texts(tmp_path: Path):
+    def of(record: Any, template: str = "") -> str:
+        tokenizer = tokenizer_in(tmp_path)
+        if not template:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+        (text,) = encoded(make_encoder(DataConfig(), tokenizer), record)
+        return text
+
+    assert of({"prompt": "1+1=", "completion": "2"}) == "1+1=>>>2<|im_end|><<<"
+    assert of({"input": "a", "output": "b"}) == "a>>> b<|im_end|><<<"
+    assert of({"text": "all"}) == ">>>all<|im_end|><<<"
+    alpaca = of({"instruction": "Add.", "input": "1 1", "output": "2"})
+    assert "paired with an input" in alpaca and alpaca.endswith("### Input:\n1 1\n\n### Response:\n>>>2<|im_end|><<<")
+    assert "### Input" not in of({"instruction": "Add.", "input": "", "output": "2"})
+    chat = of({"instruction": "Add.", "input": "1 1", "output": "2"}, CHATML)
+    assert chat == "<|im_start|>user\nAdd.\n\n1 1<|im_end|>\n<|im_start|>assistant\n>>>2<|im_end|><<<\n"
+
+
+def test_examples_are_packed_whole_and_in_order():
+    slots = np.array([3, 4, 2, 9, 1, 1, 9])
+    assert [x.tolist() for x in pack(slots, np.arange(7), 9)] == [[0, 1, 2], [3], [4, 5], [6]]
+    assert [x.tolist() for x in pack(slots, np.array([3, 6]), 9)] == [[3], [6]]
+    assert pack(slots, np.array([], np.int64), 9) == []
+
+
+def test_a_sample_has_the_tokens_labels_and_places_of_each_example_alone(tmp_path: Path):
+    tokenizer = tokenizer_in(tmp_path)
+    dataset = build(config_of(write_lines(tmp_path / "a.jsonl", chats(20)), seq_length=150), tokenizer)
+    seen = []
+    for item in map(dataset.__getitem__, range(len(dataset))):
+        for document in np.unique(item["document_ids"]):
+            own = item["document_ids"] == document
+            assert item["position_ids"][own].tolist() == (
+                list(range(own.sum())) if item["loss_mask"][own].any() else [0] * own.sum()
+            )
+            if item["loss_mask"][own].any():
+                tokens = [*item["tokens"][own], item["labels"][own][-1]]
+                assert tokens[1:] == item["labels"][own].tolist()
+                trained = np.array(tokens[1:])[item["loss_mask"][own] > 0]
+                seen.append((tokenizer.detokenize(tokens), tokenizer.detokenize(trained)))
+    expected = []
+    for record in chats(20):
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in record["messages"])
+        answers = "".join(f"{m['content']}<|im_end|>" for m in record["messages"] if m["role"] == "assistant")
+        expected.append((text, answers))
+    assert sorted(seen) == sorted(expected)
+
+
+def test_samples_do_not_depend_on_how_many_are_asked_for_and_an_epoch_has_each_example_once(tmp_path: Path):
+    tokenizer = tokenizer_in(tmp_path)
+    config = config_of(write_lines(tmp_path / "a.jsonl", chats(30)), seq_length=100)
+    epoch, long = build(config, tokenizer), build(config, tokenizer, 200)
+    assert len(long) >= 200 and len(build(config, tokenizer, None, epochs=3)) >= 3 * len(epoch) - 6
+    for i in range(len(epoch)):
+        assert all(np.array_equal(epoch[i][name], long[i][name]) for name in epoch[i])
+    first = [k for sample in long._samples_of(0) for k in sample]
+    second = [k for sample in long._samples_of(1) for k in sample]
+    assert sorted(first) == sorted(second) == list(range(30)) and first != second
+    alone = build(config_of(*map(Path, config.data_path), seq_length=100, sft_packing=False), tokenizer)
+    assert len(alone) == 30
+
+
+def test_long_examples_are_cut_behind_whole_answers(tmp_path: Path):
+    tokenizer = tokenizer_in(tmp_path)
+    turns = [{"role": role, "content": text * 10} for role, text in CHAT]
+    records = [{"messages": turns}, {"messages": [{"role": "user", "content": "q" * 300}, turns[1]]}]
+    said: list[str] = []
+    dataset = build(config_of(write_lines(tmp_path / "a.jsonl", records), seq_length=80), tokenizer, said=said)
+    assert len(dataset) == 1 and any(
+        "1 examples are cut at the end of an answer and 1 are left out" in line for line in said
+    )
+    trained = dataset[0]["labels"][dataset[0]["loss_mask"] > 0]
+    assert tokenizer.detokenize(trained.tolist()) == "yo" * 10 + "<|im_end|>"
+
+
+def test_lines_that_cannot_be_used_are_counted_by_reason(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    bad = [{"messages": []}, {"messages": [{"role": "user", "content": "x"}]}, {"other": 1}, [1], {"messages": "x"}]
+    write_lines(path, [*chats(3), *bad, {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}])
+    path.write_text(path.read_text() + "{broken\n")
+    said: list[str] = []
+    dataset = build(config_of(path), tokenizer_in(tmp_path), said=said)
+    assert len(dataset.examples) == 3
+    (told,) = [line for line in said if "cannot be used" in line]
+    assert "7 of 10 lines cannot be used: 2 has no message of the assistant (line 4); " in told
+    for reason in (
+        "lacks messages, which the file's first line has",
+        "is list, not an object",
+        "is not valid JSON in UTF-8",
+    ):
+        assert reason in told
+    first = next(line for line in said if line.startswith("the first example"))
+    assert ">>>It is 0.<|im_end|><<<" in first
+    # the second run reads the cache, and says the same
+    again: list[str] = []
+    build(config_of(path), tokenizer_in(tmp_path), said=again)
+    assert told in again and not any("examples of the form" in line for line in again)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "is empty; give a file with an example a line"),
+        (
+            '{"question": "x", "answer": "y"}',
+            "the first line has question, answer, and examples need one of these sets of keys",
+        ),
+        ("[1]", "the first line has list, and examples need"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "none of its 1 lines can be used: 1 has no message of the assistant",
+        ),
+        ('{"prompt": "x", "completion": ""}', "1 has no token that gives loss: no answer, or an empty one"),
+    ],
+)
+def test_data_without_any_example_are_refused(content: str, problem: str, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ConfigError) as error:
+        build(config_of(tmp_path / "a.jsonl"), tokenizer_in(tmp_path))
+    assert problem in str(error.value)
+    assert not list(tmp_path.rglob("*.idx")) and not list(tmp_path.rglob("*.bin"))
+
+
+def test_conversations_need_a_template_whose_tokens_tell_their_characters(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", chats(2))
+    tokenizer = tokenizer_in(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(ConfigError, match="has no chat template; give one with --chat-template FILE"):
+        build(config_of(path), tokenizer)
+    (tmp_path / "template").write_text("{% for")
+    with pytest.raises(ValueError, match="template is not a chat template that can be used: line 1"):
+        build(config_of(path, chat_template=str(tmp_path / "template")), tokenizer)
+    null = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=40))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        build(config_of(path), null)
+    numbers = write_lines(tmp_path / "b.jsonl", [{"prompt": "1 2", "completion": "3 4"}])
+    item = build(config_of(numbers), null)[0]
+    assert item["labels"][:4].tolist() == [2, 3, 4, 40] and item["loss_mask"][:5].tolist() == [0, 1, 1, 1, 0]
+
+
+def test_no_token_of_text_is_special(tmp_path: Path):
+    """As the fixture has it: the template's own tokens are single ids."""
+    tokenizer = tokenizer_in(tmp_path)
+    assert [tokenizer.tokenize(token) for token in SPECIAL] == [[256], [257], [END]]
+    assert isinstance(build(config_of(write_lines(tmp_path / "a", chats(2))), tokenizer), SFTDataset)
