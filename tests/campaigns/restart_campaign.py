@@ -9,10 +9,11 @@
     beside     the instants of a run whose saves are asynchronous
     copies     as `saves`, within a copy for restarts (--non-persistent-save-interval), local and global
     shared     the instants of a run whose ranks share each sample (context parallelism)
+    experts    the instants of a run whose ranks have different experts, with expert bias
     starts     the launcher is killed in the first fifth of the run
     ends       under a launcher, a rank, all, or the launcher are killed after a rank has begun to leave
 
-The scenarios are those of fault_points.py, each of two processes over gloo; launched jobs have torchrun's agent above them. What a
+The scenarios are those of fault_points.py, of two processes over gloo, with experts of four; launched jobs have torchrun's agent above them. What a
 case must keep is said there. A result has the seed, the instant, and the mark (gloo/marked_script.py) that each rank had come to.
 """
 
@@ -45,14 +46,24 @@ from stopped_runs import TINY, announced, differing, differs_in, ended, lines
 
 GLOO = Path(__file__).parents[1] / "processes"
 SCRIPT, LAUNCHER = str(GLOO / "faulty_script.py"), str(GLOO / "forking_launcher.py")
-RANKS, PATIENCE, SLOW = 2, 90.0, 0.002
+PATIENCE, SLOW = 90.0, 0.002
 HOWS = {"write": ("killed in", "ENOSPC in", "EIO in", "short"), "read_into": ("EIO", "short", "killed")}
-COUNTS = {"instants": 140, "saves": 60, "beside": 40, "starts": 40, "ends": 40, "shared": 40, "copies": 40}
+COUNTS = {
+    "instants": 140,
+    "saves": 60,
+    "beside": 40,
+    "starts": 40,
+    "ends": 40,
+    "shared": 40,
+    "copies": 40,
+    "experts": 100,
+}
 COPIED = ("local copies, ZeRO 1", "global copies, TP 2")
 OF_KINDS = {
     "beside": ("ZeRO 1, async",),
     "shared": ("CP 2, ZeRO 1",),
     "copies": COPIED,
+    "experts": ("EP 4, ZeRO 1",),
 }  # the others draw one of the rest
 IN_ITS_WAY = tuple(name for name in SCENARIOS if name not in sum(OF_KINDS.values(), ()))
 WITHIN = {"saves": "saving", "copies": "copying"}  # kind -> the mark after which a rank is killed
@@ -64,7 +75,7 @@ class Case:
     number: int
     scenario: str
     launched: bool
-    who: str  # "rank 0", "rank 1", "all", "launcher"; of points the rank that meets the fault
+    who: str  # "rank 0", "rank 1", .., "all", "launcher"; of points the rank that meets the fault
     fault: str  # "rank:call:how"; empty for kills
     instant: float  # fraction of the run, or seconds after the save, or the rank's leaving, began
     save: int  # which save of the run
@@ -86,7 +97,8 @@ def kills(seed: int) -> Iterator[Case]:
     for kind, count in COUNTS.items():
         for number in range(count):
             draw = random.Random(f"{seed}/{kind}/{number}")
-            who = draw.choices(["rank 0", "rank 1", "all", "launcher"], [3, 3, 4, 3])[0]
+            ranks = [f"rank {rank}" for rank in range(4 if kind == "experts" else 2)]
+            who = draw.choices([*ranks, "all", "launcher"], [*(6 // len(ranks) for _ in ranks), 4, 3])[0]
             launched = who == "launcher" or draw.random() < 0.2
             instant = draw.random() if kind not in WITHIN else draw.uniform(0, 0.25)
             scenario = draw.choice(IN_ITS_WAY) if kind not in OF_KINDS else draw.choice(OF_KINDS[kind])
@@ -116,12 +128,13 @@ def points(seed: int, calls: dict[str, dict[str, list[str]]]) -> Iterator[Case]:
 def start(scenario: str, root: Path, *, launched: bool = False, **environment: str) -> Job:
     longer = "" if SCENARIOS[scenario].again else "--train-iters 40 --save-interval 10 "
     longer = "--train-iters 18 --save-interval 6 --non-persistent-save-interval 2" if scenario in COPIED else longer
-    flags = f"{TINY}{SCENARIOS[scenario].flags.format(root=root)} {longer} --distributed-timeout-minutes 1"
+    flags = f"{TINY}{SCENARIOS[scenario].flags.format(root=root)} {longer} --distributed-timeout-minutes {max(1, int(PATIENCE // 60))}"
     words = [SCRIPT, *split(flags)]
     for name in ("FAULT", "SLOW"):
         os.environ.pop(name, None)
     os.environ.update(environment)
-    return Job([[LAUNCHER, str(RANKS), *words]] if launched else [words] * RANKS)
+    ranks = SCENARIOS[scenario].ranks
+    return Job([[LAUNCHER, str(ranks), *words]] if launched else [words] * ranks)
 
 
 def said_by(job: Job) -> str:
@@ -210,10 +223,10 @@ def kill(who: str, job: Job, *, launched: bool) -> dict:
     return {"phase": {rank: marks[-1] for rank, marks in ranks.marks().items()}, "killed": len(killed)}
 
 
-def wait_for_the_end(job: Job, patience: float = PATIENCE) -> float:
+def wait_for_the_end(job: Job, patience: float | None = None) -> float:
     """Until the launcher, every rank and what they have started have ended; seconds. Those that have not are ended, and the case
     has failed."""
-    began = time.monotonic()
+    began, patience = time.monotonic(), patience or PATIENCE
     while job.running() or job.left():
         if time.monotonic() - began > patience:
             for number in (left := job.left()):
@@ -255,7 +268,7 @@ def campaign(path: Path, seed: int, limit_seconds: float, only: str | None = Non
     cases = [*points(seed, {name: wholes[name]["calls"] for name in names})]
     cases += [case for case in kills(seed) if case.scenario in names]
     random.Random(seed).shuffle(cases)
-    recent = [whole(next(iter(SCENARIOS)))["seconds"] for _ in range(2)][1:]  # the first waits for torch to be imported
+    recent = [whole(names[0])["seconds"] for _ in range(2)][1:]  # the first waits for torch to be imported
     for case in cases:
         if only not in (None, case.kind) or str(case) in results or time.monotonic() - began > limit_seconds:
             continue
@@ -304,7 +317,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="the kind of cases to run")
     parser.add_argument("--scenario", choices=SCENARIOS, help="only cases of this one")
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE, help="seconds that a job may take (90); give more on a busy machine"
+    )
     given = parser.parse_args()
+    globals()["PATIENCE"] = given.patience
     torch.set_num_threads(1)
     if given.write is None:
         campaign(given.results, given.seed, 60 * given.limit_minutes, given.only, given.scenario)

@@ -17,6 +17,7 @@ checkpoint that --keep-checkpoints was about to remove after the last save stays
 """
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from random import Random
 
@@ -50,11 +52,19 @@ class Scenario:
     sizes: tuple[tuple[str, int], ...]
     again: bool = False
 
+    @property
+    def ranks(self) -> int:
+        return prod(size for axis, size in self.sizes if axis != "ep")  # whose ranks those of dp are
+
 
 # A run that loads from one folder and saves over the checkpoints of another run in a second one saves iterations again.
 AGAIN = "--train-iters 4 --save-interval 2 --save {root} --load {root}/../first --global-batch-size 2"
 COPIES = "--train-iters 5 --save-interval 3 --save {root} --load {root} --non-persistent-save-interval 1 --non-persistent-ckpt-type "
 SHARDED = "--use-distributed-optimizer --global-batch-size 2 "
+EXPERTS = (
+    "--num-experts 8 --ffn-hidden-size 8 --moe-ffn-hidden-size 4 --swiglu --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 4 "
+)
 SCENARIOS = {
     "ZeRO 1, bf16": Scenario(SIX + "--use-distributed-optimizer --bf16 --global-batch-size 2", (("dp", 2),)),
     "TP 2": Scenario(BOTH + "--tensor-model-parallel-size 2", (("tp", 2),)),
@@ -66,7 +76,11 @@ SCENARIOS = {
     ),
     "global copies, TP 2": Scenario(COPIES + "global --tensor-model-parallel-size 2", (("tp", 2),)),
     "ZeRO 3, one kept": Scenario(SIX + "--zero-stage 3 --keep-checkpoints 1 --global-batch-size 2", (("dp", 2),)),
+    "EP 4, ZeRO 1": Scenario(
+        BOTH + EXPERTS + "--use-distributed-optimizer --global-batch-size 4", (("dp", 4), ("ep", 4))
+    ),
 }
+_PROBE = re.compile(r"iter_0000000\.[0-9]+\.partial")  # by which a start finds that it may write; the number is drawn
 ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")
 ON_CHANGES = ("killed", "killed alone", "ENOSPC", "EIO")
 ON_READS = ("EIO",)
@@ -87,6 +101,7 @@ class Point:
 
 def known(call: FileCall) -> FileCall:
     """The call, with a name that is the same wherever the folder lies."""
+    call = call._replace(name=_PROBE.sub("iter_0000000.N.partial", call.name))
     is_of_root = not call.name.partition(" ")[2].startswith("iter_") and not call.name.startswith("iter_")
     return call._replace(name=call.name.rpartition("/")[2]) if is_of_root else call
 

@@ -284,6 +284,7 @@ _TRAINING = re.compile(
     r" \| global batch size: [ \d]{4}\d"
     r" \| lm loss: (?P<loss>\d\.\d{6}E[+-]\d\d)"
     r"(?: \| (?:sop|restart) loss: \d\.\d{6}E[+-]\d\d)?"
+    r"(?: \| (?:(?:seq_|global_)?load_balancing_loss|z_loss): \d\.\d{6}E[+-]\d\d)*"
     r" \| loss scale: \d+\.\d"
     r" \| grad norm: (?P<grad_norm>\d+\.\d{3})"
     r" \| number of skipped iterations: [ \d]{2}\d"

@@ -65,12 +65,12 @@ def test_memory_goes_back_once_steps_hold_a_twelfth_more_than_the_first_one(monk
 def test_anonymous_memory_is_no_files(tmp_path):
     (tmp_path / "file").write_bytes(bytes(2**24))
     mapped = torch.from_file(str(tmp_path / "file"), size=2**24, dtype=torch.uint8, shared=True)
-    mapped[:8].sum()  # what torch takes once for a sum is taken before, and what earlier tests left is freed
     gc.collect()
     before = device._anonymous_bytes()
     if before is None:
         pytest.skip("no /proc/self/statm")
-    assert mapped.sum() == 0 and device._anonymous_bytes() - before < 2**23
+    # the largest, not the sum: that is of int64 copies, whose memory an earlier test may have told the C library to keep
+    assert mapped.max() == 0 and device._anonymous_bytes() - before < 2**23
     with mmap.mmap(
         -1, 2**24, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     ) as own:  # a tensor may have pages that are there
