@@ -49,7 +49,12 @@ SCRIPTS = {
 
 
 # Like those of the GPT, one of which runs under the older launcher.
-COSTLY = ("pretrain_bert_distributed.sh", "pretrain_bert_distributed_with_mp.sh", "pretrain_gpt_distributed.sh")
+COSTLY = (
+    "pretrain_bert_distributed.sh",
+    "pretrain_bert_distributed_with_mp.sh",
+    "pretrain_gpt_distributed.sh",
+    "pretrain_llama.sh",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in COSTLY)) for n in SCRIPTS])

@@ -154,6 +154,7 @@ def assert_like_the_whole_job(cluster: Cluster, site: Site, whole_job: tuple[dic
     assert not differs_in(ended(site.saved), end, may_keep_more=True), cluster.said
 
 
+@pytest.mark.full
 def test_a_job_that_slurm_warns_saves_and_is_queued_again(whole_job, tmp_path):
     """Over two nodes: no step is computed twice."""
     site = Site(tmp_path, "0 pause training 4")

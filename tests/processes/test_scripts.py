@@ -53,6 +53,7 @@ def test_a_forks_script_reads_on_stages_between_and_has_flags_of_its_own():
     assert [line.loss for line in four.training] == pytest.approx([line.loss for line in one.training], rel=2e-4)
 
 
+@pytest.mark.full
 def test_runs_under_torchrun(twenty_steps):
     flags = [*twenty_steps.flags("gpt2"), *TWO_STEPS, *Layout(pp=2).flags]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]

@@ -151,6 +151,7 @@ def test_logits_are_those_of_plain_torch(folder: Path):
     assert (scores_of(model_of(folder)[0], tokens) - expected).abs().max() < 1e-10
 
 
+@pytest.mark.sweep
 def test_four_ranks_have_the_logits_of_plain_torch(folder: Path):
     """TP 2 x PP 2: what the last stage would choose the next word by, after a prompt and after each word that it chose."""
     prompt = [int(word) for word in ids()[0][:LENGTH]]

@@ -363,7 +363,7 @@ def run_script(sizes: dict[str, int], flags: str) -> list[dict[str, Tensor]]:
     return run_ranks(sizes, rank)
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_a_run_resumes_to_the_bit_and_loads_with_other_expert_ranks(tmp_path):
     sizes = {"tp": 2, "dp": 2, "ep": 2}
     checks = "--log-params-norm --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1 --check-state-hash-interval 1"

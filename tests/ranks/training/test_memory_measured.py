@@ -96,7 +96,7 @@ def test_the_record_is_what_ranks_take_today(record: dict, tmp_path, monkeypatch
     assert got.in_file == record["in_file"]
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_stage_3_never_holds_a_third_of_the_state_of_one_rank():
     """While it is built too, when the model is whole for a moment, in bfloat16. (tests/campaigns/zero3_memory.py: the same in processes.)"""
     words = "--num-layers 24 --hidden-size 128 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --vocab-size 250 --bf16"

@@ -79,7 +79,7 @@ def test_anonymous_memory_is_no_files(tmp_path):
         assert device._anonymous_bytes() - before > 2**23
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="torch aligns so on Linux alone")
 def test_large_tensors_of_one_of_several_ranks_begin_with_a_page():
     """In a process of its own, since torch asks once. A user's choice stays."""
