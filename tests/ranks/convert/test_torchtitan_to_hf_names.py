@@ -220,6 +220,7 @@ def test_a_qwen3_gives_the_scores_of_transformers(tmp_path: Path):
     assert (scores_of(model_of(tmp_path / "titan")[0], ids()) - expected).abs().max() < 1e-10
 
 
+@pytest.mark.full
 def test_what_is_not_this_model_is_refused(folder: Path, tmp_path: Path):
     (tmp_path / "bare").mkdir()
     for file in folder.iterdir():

@@ -76,6 +76,7 @@ def continued(model: torch.nn.Module) -> list[int]:
 LORA = ROOT / "examples" / "lora" / "pretrain.py"
 
 
+@pytest.mark.full
 def test_adapters_write_what_the_base_with_merged_weights_writes(tool, tmp_path):
     """Oracle: a plain GPTModel, loaded without the script, whose weights are W + alpha / rank B A."""
     train(ROOT / "pretrain_gpt.py", f"--mock-data --save {tmp_path / 'base'}")

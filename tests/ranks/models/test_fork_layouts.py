@@ -47,6 +47,7 @@ def alone(fork: Script) -> list[tuple[float, ...]]:
     return run_ranks({}, partial(losses_of, script=fork, flags=""))[-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_context_parallel_ranks_give_the_losses_of_one_process(
     flags: str, fork: Script, alone: list[tuple[float, ...]]

@@ -270,6 +270,7 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
     assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "config"),
     [

@@ -185,6 +185,7 @@ def train(layout: str, flags: str) -> dict[str, Tensor]:
     return together
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp pp", pytest.param("zero 3", marks=pytest.mark.full)])
 def test_scales_are_saved_resumed_to_the_bit_and_loaded_in_any_layout(layout: str, tmp_path):
     whole = train(layout, f" --train-iters 3 --save {tmp_path / 'whole'}")

@@ -229,6 +229,7 @@ COVERING = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "model"),
     [pytest.param(layout, model, id=f"{layout}-zero{layout.data_parallel.stage}-{model}") for layout, model in CASES]

@@ -145,6 +145,7 @@ def test_a_gradient_in_a_buffer_is_made_in_the_backward_of_its_inputs_maker(
     torch.testing.assert_close(twice[-2:], [2 * x for x in plain[-2:]])
 
 
+@pytest.mark.full
 def test_a_backward_that_leaves_out_the_maker_makes_the_input_itself():
     block = Block("gelu-tanh", bias=True, norm="LayerNorm")
     expected = gradients_in_buffers(block, lambda x: x)[-1]

@@ -36,6 +36,7 @@ def test_the_stage_that_is_asked_for_is_the_one_that_is_shown(flags: list[str], 
     assert stage == (1 if flags[-1] == "1" else 3) and ELEMENTS / whole <= kept < 1.2 * ELEMENTS / whole
 
 
+@pytest.mark.full
 def test_the_distributed_optimizer_is_stage_1_of_the_rank_asked_for(capsys):
     text = shown(capsys, "zero", "--use-distributed-optimizer", "--rank", "3")
     assert re.findall(r"ZeRO (\d), rank (\d) of 4", text) == [("1", "3")]
@@ -98,6 +99,7 @@ def examples_of_its_help() -> list[str]:
     return words + [line for line in re.findall(r"`(.*?)`", walkthrough.__doc__.replace("\n", " ")) if "--" in line]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", examples_of_its_help())
 def test_an_example_of_its_help_can_be_shown(line: str, capsys):
     assert walkthrough.main(shlex.split(line)) == 0

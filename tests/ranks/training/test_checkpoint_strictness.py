@@ -91,6 +91,7 @@ def test_a_value_allows_more_parameters_or_fewer_too():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "now", "strictness", "loads"), CASES)
 def test_a_difference_of_parameters_is_refused_or_named(before, now, strictness, loads, saved, tmp_path, capsys):
     """What both have is loaded, the optimizer's state too; a parameter that is new starts with new state."""

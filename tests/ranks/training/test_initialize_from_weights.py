@@ -100,6 +100,7 @@ def assert_derived(tensors: dict[str, Tensor], base: dict[str, Tensor], **how) -
         torch.testing.assert_close(tensors[name], base[name] / 2, **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["", pytest.param(LLAMA, marks=pytest.mark.full)], ids=["gpt2", "llama"])
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.full] * (i in (1, 2))) for i, name in enumerate(LAYOUTS)]

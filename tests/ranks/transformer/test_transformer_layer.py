@@ -378,6 +378,7 @@ def by_make_layer(config: ModelConfig, **parts) -> GPTModel:
     return GPTModel(config, positions=SEQ, make_layer=partial(ParallelTransformerLayer, make_mlp=Gained), **parts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [

@@ -238,6 +238,7 @@ def test_between_two_computes_nothing_waits_before_all_is_begun():
             assert begins == sorted(begins, reverse=True), gap
 
 
+@pytest.mark.full
 def test_a_rank_holds_at_most_two_leaving_results_a_direction():
     for *_, lowered in lowered_schedules():
         for actions, (begin, end) in itertools.product(lowered, ((Op.SEND_F, Op.SENT_F), (Op.SEND_B, Op.SENT_B))):

@@ -55,6 +55,7 @@ def run(tmp_path) -> Callable[[str], str]:
     return code_run
 
 
+@pytest.mark.full
 def test_the_process_that_writes_checkpoints_finds_the_package(run, name_of):
     code = f"""
 import socket
@@ -73,6 +74,7 @@ writer.wait(30)
     assert run(code) == "{'ready': True}\n"
 
 
+@pytest.mark.full
 def test_the_report_names_the_package(run, name_of, tmp_path):
     code = f"from {name_of('megatron.report')} import _system; print(_system()['package'])"
     assert run(code) == f"{tmp_path / 'checkout' / 'megatron'}\n"

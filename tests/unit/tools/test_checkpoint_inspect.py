@@ -77,6 +77,7 @@ def test_differences_up_to_a_tolerance_are_left_out(tool, tmp_path):
     assert code == 0 and "no tensor differs by more than 0.5" in out
 
 
+@pytest.mark.full
 def test_a_picture_has_a_scale_and_squares_of_what_differs_in_parts(tool, tmp_path, monkeypatch):
     """Of 25 tensors that differ, 20 have a bar; a square is drawn of those that differ in parts alone."""
     from matplotlib import pyplot

@@ -69,6 +69,7 @@ def rows_beyond(path: Path, counted: int) -> float:
     return (counted - parameters_of(path)) / settings.transformer.hidden_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", OWN_WEIGHTS, ids=lambda path: path.stem)
 def test_memory_is_predicted_of_every_recipe(path: Path, capsys):
     assert estimate.run(flags_of(path)) == 0

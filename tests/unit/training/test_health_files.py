@@ -118,6 +118,7 @@ def test_files_that_cannot_be_written_are_said_once_each_and_end_nothing(tmp_pat
     assert "megatron_last_save_iteration 3\n" in full.read_text(), "the disk has space again"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flag", ["--heartbeat-file", "--prometheus-file"])
 @pytest.mark.parametrize("path", ["file/x", "file/deeper/x", "folder"])
 def test_a_run_whose_file_cannot_be_written_is_refused_at_its_start(flag: str, path: str, tmp_path, capsys):

@@ -36,6 +36,7 @@ def costs_of(job: Job) -> tuple[list[LayerCost], list[RankMemory], list]:
     return layer_costs(job, profiles), [predicted_of(one, rank) for rank, one in enumerate(profiles)], profiles
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
@@ -144,6 +145,7 @@ def job_with(make_mlp: Callable[..., nn.Module], words: str) -> Job:
     return job_of(words)._replace(model_provider=model_provider)
 
 
+@pytest.mark.full
 def test_stages_whose_layers_are_built_otherwise_have_predictions_of_their_own():
     """Stages 1 and 2 are alike by the settings; a GPT's share a dry run, these do not."""
     words = f"{BIG} --world-size 4 --pipeline-model-parallel-size 4"
@@ -158,6 +160,7 @@ def test_stages_whose_layers_are_built_otherwise_have_predictions_of_their_own()
     assert of_layers[2] - of_layers[1] == 2 * 2 * 32 * 64 * 256 * 2 and of_layers[3] == of_layers[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", ["--num-layers 4 --bf16", "--num-layers 2 --device cpu"])
 def test_sizes_that_depend_on_data_are_bounded_by_what_the_layer_says(size: str):
     """A small model, which would run with values, runs without them."""
