@@ -56,7 +56,6 @@ COMMAND_ONE_IN = {
     "ranks/convert/test_hf_training.py::test_five_steps_at_tp_2_and_pp_2_follow_transformers": 3,
     "ranks/convert/test_interchange.py::test_a_bfloat16_folder_keeps_its_bits": 6,
     "ranks/convert/test_save_hf.py::test_ranks_write_the_bytes_of_one_process": 2,
-    "ranks/dist_checkpointing/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 5,
     "ranks/distributed/test_bitwise.py::test_a_layout_in_fixed_order_has_the_bits_of_one_process": 9,
     "ranks/distributed/test_bitwise.py::test_a_schedule_has_the_bits_of_1f1b_by_itself": 3,
     "ranks/distributed/test_bitwise.py::test_the_pipeline_changes_no_bit_in_float64": 2,
