@@ -230,7 +230,7 @@ def table(folder: Path, clone: str, results: dict[str, Any]) -> str:
                 return "cuda" if result["cuda"] else "yes"
             else:
                 problem = f"other losses: {result['losses'][:3]} instead of {expected['losses'][:3]}"
-        problem = re.sub(r"(/tmp/|/work/)\S+", "FILE", problem.replace("|", "\\|"))
+        problem = re.sub(r"/\w+/\S+", "FILE", problem.replace("|", "\\|"))
         if problem not in notes:
             notes.append(problem)
         return f"[{notes.index(problem) + 1}]"
