@@ -46,10 +46,11 @@ TRAINING = f"""--ffn-hidden-size {WIDTH} --micro-batch-size 16 --global-batch-si
 CASES = [*((kind, seed) for seed in SEEDS for kind in ("dense", "experts")), ("no balancing", SEEDS[0])]
 
 
-def train(kind: str, seed: int, data: str) -> dict:
-    """Train once; return a line of results."""
+def train(kind: str, seed: int, data: str, keep: Path | None = None) -> dict:
+    """Train once; return a line of results. keep: a folder that gets the run's metrics file."""
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
+        metrics = Path(keep or folder).absolute() / f"{kind.replace(' ', '_')}_{seed}.jsonl"
+        metrics.parent.mkdir(parents=True, exist_ok=True)
         flags = f"{MODEL} {TRAINING} {FLAGS[kind]} --seed {seed} {data} --metrics-file {metrics}"
         command = [sys.executable, "pretrain_gpt.py", *flags.split()]
         env = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "quickstart", help="of the data")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
+    parser.add_argument("--metrics", type=Path, help="a folder for the metrics files of the runs, for tools/plot_run.py")
     parser.add_argument("--report", action="store_true", help="print the table of the results; train nothing")
     given = parser.parse_args()
     results = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []
@@ -117,7 +119,7 @@ def main() -> None:
     for kind, seed in CASES:
         if (kind, seed) in done or seed not in given.seeds or time.monotonic() - began > 60 * given.limit_minutes:
             continue
-        result = train(kind, seed, data)
+        result = train(kind, seed, data, given.metrics)
         with given.results.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(kind, seed, result["validation"], f"{result['seconds']} s", flush=True)
