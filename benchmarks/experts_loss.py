@@ -107,7 +107,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "quickstart", help="of the data")
     parser.add_argument("--limit-minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
-    parser.add_argument("--metrics", type=Path, help="a folder for the metrics files of the runs, for tools/plot_run.py")
+    parser.add_argument(
+        "--metrics", type=Path, help="a folder for the metrics files of the runs, for tools/plot_run.py"
+    )
     parser.add_argument("--report", action="store_true", help="print the table of the results; train nothing")
     given = parser.parse_args()
     results = [json.loads(line) for line in given.results.read_text().splitlines()] if given.results.exists() else []

@@ -31,7 +31,7 @@ Compare = Callable[[Any], tuple[float, str]]  # the largest relative difference 
 class Matrix:
     """Cases, in the order in which they are run, and the page in docs about them."""
 
-    script: str  # whose page is docs/SCRIPT.md
+    script: str
     title: str
     text: Sequence[str]  # lines below the title
     dimensions: Mapping[str, Sequence[Any]]
@@ -41,6 +41,7 @@ class Matrix:
     sets: Mapping[str, Sequence[Any]] = field(
         default_factory=dict
     )  # cases of which the page says how many have been run
+    page: str = ""  # docs/PAGE.md; as the script if empty
 
 
 def command(matrix: Matrix, description: str, arguments: Sequence[str] | None = None) -> int:
@@ -162,7 +163,7 @@ def page(matrix: Matrix, results: Sequence[dict]) -> str:
     lines = [f"# {matrix.title}", "", *matrix.text, ""]
     lines += [
         f"`python tests/campaigns/{matrix.script}.py results.jsonl` runs cases and resumes where it stopped; with",
-        f"`--report docs/{matrix.script}.md` it writes this page.",
+        f"`--report docs/{matrix.page or matrix.script}.md` it writes this page.",
         "",
         f"**{len(names):,} of {matrix.total:,} cases have been run; {differ} differ.**",
         "",
