@@ -24,7 +24,7 @@ import expert_layouts
 from case_runs import Matrix, command
 from covering import covering
 from expert_layouts import PLAIN, RANKS, SEEDS, LayoutCase, Trained, outcome, worst_difference
-from expert_models import BATCH, GPT2, LLAMA
+from expert_models import GPT2, LLAMA
 from tiny_run import Layout
 
 from megatron.core.transformer.model_config import ModelConfig

@@ -219,5 +219,8 @@ class LayoutCase(Combined):
 
 PLAIN = LayoutCase(1, False, "alone", 1, 1, 1, None, 1, False, 1, "none", False, "llama")
 """What almost any choice can be made in."""
-SEEDS = tuple({"tp": tp, "sp": tp > 1, "dp": dp, "cp": cp} for tp in (1, 2) for dp in (1, 2, 4) for cp in (1, 2))
+SEEDS: tuple[dict[str, Any], ...] = (
+    *({"tp": tp, "sp": tp > 1, "dp": dp, "cp": cp} for tp in (1, 2) for dp in (1, 2, 4) for cp in (1, 2)),
+    {"tp": 2, "sp": True, "cp": 2, "etp": 1},
+)
 """Changes of PLAIN in which ranks for everything are found."""
