@@ -6,6 +6,7 @@ is a line of the file of results. A case is anything with a name, `str(case)`, a
 """
 
 import argparse
+import gc
 import json
 import math
 import re
@@ -98,6 +99,8 @@ def sweep(
     """Run what is in no file yet of `count` cases, until done or out of time; each result is added to the first file at once."""
     path, results = paths[0], read_results(*paths)
     began, said, ran, passed, revision = time.monotonic(), 0.0, 0, 0, code_revision()
+    gc.collect()
+    gc.freeze()  # what has been imported: to look through it again takes a tenth of the time of a small case
     with path.open("a") as file:
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
             file.write("\n")
