@@ -2,6 +2,7 @@
 
     python tests/campaigns/restart_campaign.py results.jsonl --limit-minutes 3            goes on where it stopped
     python tests/campaigns/restart_campaign.py results.jsonl --write docs/reliability.md
+    python tests/campaigns/restart_campaign.py results.jsonl --only experts --write docs/reliability.md     a table of their own
 
     points     each kind of file call, on each rank that makes it, killed at, failed and cut short: one call of each, drawn by seed
     instants   at an instant drawn uniformly over the run a rank, all ranks, or the launcher are killed (SIGKILL)
@@ -289,10 +290,13 @@ def table(results: list[dict]) -> str:
     failed = sum(not result["ok"] for result in results)
     of_points = [result for result in results if result["kind"] == "points"]
     of_kills = [result for result in results if result["kind"] != "points" and result.get("killed")]
-    out = [f"{len(of_points)} points and {len(of_kills)} kills; {failed} did not resume to the same bits.", ""]
+    out = [
+        f"{len(of_points)} points and " * bool(of_points)
+        + f"{len(of_kills)} kills; {failed} did not resume to the same bits."
+    ]
     counts = Counter((result.get("call"), result["fault"].split(":")[2]) for result in of_points)
     hows = list(dict.fromkeys(how for _, how in counts))
-    out += ["| call | " + " | ".join(hows) + " |", "|---|" + "---|" * len(hows)]
+    out += ["", "| call | " + " | ".join(hows) + " |", "|---|" + "---|" * len(hows)] if hows else []
     out += [
         f"| {call} | " + " | ".join(str(counts[call, how] or "") for how in hows) + " |"
         for call in dict.fromkeys(call for call, _ in counts)
@@ -325,7 +329,9 @@ def main() -> int:
     torch.set_num_threads(1)
     if given.write is None:
         campaign(given.results, given.seed, 60 * given.limit_minutes, given.only, given.scenario)
-    return end_campaign(list(read(given.results)[1].values()), given.write, "restarts", table)
+    results = [result for result in read(given.results)[1].values() if given.only in (None, result["kind"])]
+    part = "restarts" if given.only is None else f"restarts of {given.only}"
+    return end_campaign(results, given.write, part, table)
 
 
 if __name__ == "__main__":

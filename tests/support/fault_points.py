@@ -2,6 +2,7 @@
 
     python tests/support/fault_points.py results.jsonl --limit-minutes 3            goes on where it stopped
     python tests/support/fault_points.py results.jsonl --write docs/reliability.md
+    python tests/support/fault_points.py results.jsonl --scenario "EP 4, ZeRO 1" --write docs/reliability.md     its own table
 
 A run's ranks are threads (`stopped_runs.job`), and its file calls go through a double (`failing_files`). A case is a scenario, a call
 of it, and what happens there:
@@ -236,7 +237,9 @@ def main() -> int:
     if given.write is None:
         cases = in_order(points(tuple(given.scenario or SCENARIOS)))
         sweep(cases, len(cases), [given.results], 60 * given.limit_minutes, run_point)
-    return end_campaign(list(read_results(given.results).values()), given.write, "fault points", table)
+    results = [r for r in read_results(given.results).values() if r["scenario"] in (given.scenario or SCENARIOS)]
+    part = " of ".join(["fault points", *(given.scenario or ())])
+    return end_campaign(results, given.write, part, table)
 
 
 if __name__ == "__main__":
