@@ -57,7 +57,7 @@ COUNTS = {
     "ends": 40,
     "shared": 40,
     "copies": 40,
-    "experts": 100,
+    "experts": 108,
 }
 COPIED = ("local copies, ZeRO 1", "global copies, TP 2")
 OF_KINDS = {
