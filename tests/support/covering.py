@@ -52,9 +52,7 @@ def covering(
         sums = list(map(sum, combinations(ones, strength)))
         return [sums[i] for i in wanted] if only else sums
 
-    missing = {
-        sum(numbers[pair] for pair in part): part for part in _possible(make, dimensions, strength, seeds, only)
-    }
+    missing = {sum(numbers[pair] for pair in part): part for part in _possible(make, dimensions, strength, seeds, only)}
     for part in (part for case in cases for part in parts(case)):
         missing.pop(part, None)
     random = Random(strength)

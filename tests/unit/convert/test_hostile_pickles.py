@@ -240,7 +240,9 @@ HOSTILE = {
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*torch.distributed.checkpoint.format_utils:RuntimeWarning")  # it is imported already
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.distributed.checkpoint.format_utils:RuntimeWarning"
+)  # it is imported already
 def test_the_command_for_tensors_of_torchtitan_does_what_is_said(tmp_path: Path, monkeypatch):
     """In this process, by what runs a module under -m: another would import torch first."""
     titan(tmp_path / "step-5")
