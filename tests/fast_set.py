@@ -38,7 +38,7 @@ ONE_IN = {
     "ranks/models/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,
     "ranks/dist_checkpointing/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 6,
     "ranks/distributed/test_frozen_weights.py::test_a_unit_is_gathered_around_its_uses_and_is_alone": 3,
-    "ranks/distributed/test_frozen_weights.py::test_gradients_are_those_of_one_process": 5,
+    "ranks/distributed/test_frozen_weights.py::test_gradients_are_those_of_one_process": 4,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_a_step_sends_what_the_formula_says": 7,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_equal_one_process": 36,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_load_into_any_layout": 3,
@@ -47,6 +47,7 @@ ONE_IN = {
 # Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
 COMMAND_ONE_IN = {
     "promises/test_promises.py::test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process": 4,
+    "ranks/context_parallel/test_context_edges.py::test_documents_of_one_token_and_those_that_end_with_a_chunk_see_themselves_alone": 2,
     "ranks/context_parallel/test_context_parallel.py::test_a_shared_sequence_gives_the_numbers_of_one_process": 11,
     "ranks/context_parallel/test_context_precision.py::test_compiled_regions_give_one_eager_process_in_float64": 12,
     "ranks/context_parallel/test_context_runs.py::test_a_checkpoint_of_four_ranks_is_validated_by_one_and_by_two_and_goes_back": 2,
@@ -59,6 +60,7 @@ COMMAND_ONE_IN = {
     "ranks/distributed/test_bitwise.py::test_a_layout_in_fixed_order_has_the_bits_of_one_process": 13,
     "ranks/distributed/test_bitwise.py::test_a_schedule_has_the_bits_of_1f1b_by_itself": 4,
     "ranks/distributed/test_bitwise.py::test_the_pipeline_changes_no_bit_in_float64": 2,
+    "ranks/distributed/test_frozen_weights.py::test_gradients_are_those_of_one_process": 2,
     "ranks/distributed/test_zero_matrix.py::test_every_triple_of_choices_equals_one_process": 37,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_an_error_in_a_step_leaves_nothing_to_the_next": 7,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_gradients_may_be_kept_in_bfloat16": 2,
@@ -128,6 +130,7 @@ COMMAND_ONE_IN = {
     "ranks/training/test_schedules.py::test_a_ramp_is_the_same_in_any_layout": 6,
     "ranks/training/test_schedules.py::test_a_ramp_over_data_parallel_ranks_goes_on_with_fewer": 2,
     "ranks/training/test_watch.py::test_norms_zeros_and_statistics_are_those_of_one_process": 3,
+    "ranks/transformer/test_layer_specs.py::test_modules_of_the_user_train_as_in_one_process": 2,
     "ranks/transformer/test_model_corners.py::test_layout_equals_one_process": 7,
     "ranks/transformer/test_model_options.py::test_scores_and_gradients_are_those_of_the_formulas": 3,
     "unit/pipeline_parallel/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 7,
