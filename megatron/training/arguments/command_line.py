@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import (
     ConfigError,
+    FlagConfig,
     FlagParser,
     build,
     default_of,
@@ -157,7 +158,8 @@ def parse_args(
         others |= source.others
     no_effect |= unread_here | config.without_effect
     for part in parts_of_script.values():
-        no_effect |= getattr(part, "without_effect", {})
+        if isinstance(part, FlagConfig):
+            no_effect |= part.without_effect
     notes = [note for description in taken for note in description.notes]
     notes += repeated_flags(parser, words)
     notes += reason_lines("no effect here", no_effect)
