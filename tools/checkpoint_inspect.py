@@ -306,8 +306,8 @@ def state_differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 def draw(differences: list[Difference], path: str) -> None:
     """Draw into one PNG how much of each tensor differs, by how much, and where.
 
-    20 tensors have bars, in the order of the model: those of the largest relative difference, the model's before the
-    optimizer's. A square shows where a tensor differs, if that is in parts; where all differ almost everywhere, squares
+    20 tensors have bars, in the order of the model: those that differ in parts, then those of the largest relative
+    difference, the model's before the optimizer's. A square shows where a tensor differs, if that is in parts; where all differ almost everywhere, squares
     show by how much.
     """
     import matplotlib
@@ -316,8 +316,9 @@ def draw(differences: list[Difference], path: str) -> None:
     from matplotlib import pyplot
     from matplotlib.colors import LogNorm
 
-    def weight(item: Difference) -> tuple[bool, float]:
-        return item.name.startswith("model/"), item.relative if isfinite(item.relative) else -inf
+    def weight(item: Difference) -> tuple[bool, bool, float]:
+        relative = item.relative if isfinite(item.relative) else -inf
+        return item.is_in_parts, item.name.startswith("model/"), relative
 
     largest = sorted(differences, key=weight, reverse=True)[:_SHOWN]
     shown = [item for item in differences if any(item is one for one in largest)]
@@ -343,9 +344,7 @@ def draw(differences: list[Difference], path: str) -> None:
     relative = [item.relative if isfinite(item.relative) else 0 for item in shown]
     drawn = by_how_much.barh(places, relative, color="tab:orange")
     by_how_much.bar_label(drawn, [f"{item.largest:.3g}" for item in shown], fontsize=7, padding=3)
-    by_how_much.set(
-        xlabel="largest difference, as a part of the tensor's largest element\nbeside each bar: the difference itself"
-    )
+    by_how_much.set(xlabel="largest difference / largest element of the tensor\nbeside each bar: the difference")
     if any(relative):
         least = min(filter(None, relative))
         by_how_much.set_xscale("log")
