@@ -307,8 +307,8 @@ def draw(differences: list[Difference], path: str) -> None:
     """Draw into one PNG how much of each tensor differs, by how much, and where.
 
     20 tensors have bars, in the order of the model: those that differ in parts, then those of the largest relative
-    difference, the model's before the optimizer's. A square shows where a tensor differs, if that is in parts; where all differ almost everywhere, squares
-    show by how much.
+    difference, the model's before the optimizer's. A square shows where a tensor differs, if that is in parts; where all
+    differ almost everywhere, squares show by how much.
     """
     import matplotlib
 

@@ -334,9 +334,9 @@ draws a schedule at sizes of your own:
     python tools/plot_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --microbatches 8
 
 Several schedules are drawn under one another on one axis of time, in which all ranks have the same layers: a chunk of v takes
-1/v of a rank's time. Drawn alone, and below, a schedule has a unit of its own, in which the forward of one chunk takes 1; the line
-`time` gives it in forwards of a rank's layers too, and these compare. The ending of `--svg` says whether an SVG or a PNG is
-written.
+1/v of a rank's time. Drawn alone, and below, a schedule has a unit of its own, in which the forward of one chunk takes 1; the
+line `time` gives it in forwards of a rank's layers too, and these compare. The ending of `--svg` says whether an SVG or a PNG
+is written.
 
     python tools/plot_schedule.py --schedule 1f1b interleaved zb-h1 zb-v --svg schedules.svg
 
