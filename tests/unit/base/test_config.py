@@ -23,6 +23,7 @@ from megatron.core.base.dataclass_flags import (
     repeated_flags,
     unknown_flag_message,
 )
+from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.transformer.moe.moe_config import MoEConfig
@@ -514,6 +515,18 @@ def test_without_experts_every_setting_of_experts_is_named(experts: str):
 def test_a_setting_of_experts_that_another_makes_idle_is_named(flags: str, named: str):
     notes = parse_args(f"--num-layers 4 --num-experts 8 {flags}".split())[2]
     assert sorted(named_in(notes)) == named.split()
+
+
+def test_ranks_that_only_experts_use_are_named_for_a_model_known_to_have_none():
+    rules = ModelRules(model="GPTModel", reads_num_experts=True)
+    for flags, named in {
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2": ["--expert-tensor-parallel-size"],
+        "--expert-tensor-parallel-size 1 --num-experts 4": [],
+        "": [],
+    }.items():
+        config = parse_args(flags.split()).config
+        assert list(rules.without_effect(config)) == named
+        assert ModelRules().without_effect(config) == {}, "a script's own model may have experts of its own"
 
 
 @pytest.mark.parametrize(
