@@ -149,6 +149,7 @@ def test_with_the_flag_only_what_contradicts_it_is_told(tmp_path, capsys):
 OF_A_LLAMA = f"{OF_ANOTHER_MODEL} --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope"
 
 
+@pytest.mark.full
 def test_what_contradicts_a_folder_of_another_project_is_told_once_before_anything_is_built(tmp_path, capsys):
     """A folder has the model's settings itself, so that no flag is missing: one of its sizes is given otherwise."""
     run(f"{OF_A_LLAMA} --train-iters 1 --save-hf {tmp_path}/hf --save {tmp_path}/run")
