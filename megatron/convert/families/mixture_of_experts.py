@@ -99,7 +99,7 @@ def _renormalized() -> Field:
     def read(reader: ConfigReader) -> dict[str, Any]:
         return {"moe_router_pre_softmax": not reader.choice(key, False, (False, True))}
 
-    return Field((key,), read, lambda model: {key: not model.moe_router_pre_softmax})
+    return Field((key,), read, lambda model: {key: not model.router_weights[1]})
 
 
 def _layers_with_experts() -> Field:

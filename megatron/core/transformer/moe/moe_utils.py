@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_MOST_TURNS = 1000  # of Sinkhorn's iteration; logits of a standard deviation of 20 take about 100
+_SMALLEST_SUM = 1e-30  # in it, also in float32
 _TINY = 1e-20  # a sum of sigmoids is divided by it plus this, as in Megatron and DeepSeek-V3
 
 
@@ -31,6 +33,29 @@ def score(logits: Tensor, function: str) -> Tensor:
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest scores [.., E], from the largest: int64 [.., k]. Of equal ones the first."""
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
+    """Return scores of T tokens by which, if each takes its best experts, all experts have about equally many: [T, E].
+
+    cost: logits [T, E]. Rows and columns of exp(cost) are scaled in turn until they sum to 1 / T and 1 / E (Sinkhorn's
+    iteration), as Megatron does, to its tolerance. Megatron adds 1e-8 to each sum: if tokens like an expert e^10 times less
+    than others, that moves all factors in every turn, and the iteration never ends. Here rows are divided by their
+    largest entry, which changes only the factor of the row, sums are kept from 0 by less, and a turn that leaves the ratios
+    of factors is the last.
+    """
+    tokens, experts = cost.shape
+    matrix = (cost - cost.amax(-1, keepdim=True)).exp()
+    of_experts = matrix.new_ones(experts)
+    for _ in range(_MOST_TURNS):
+        before = of_experts
+        of_tokens = 1 / tokens / ((of_experts * matrix).sum(1) + _SMALLEST_SUM)
+        of_experts = 1 / experts / ((of_tokens.unsqueeze(1) * matrix).sum(0) + _SMALLEST_SUM)
+        ratios = of_experts / before
+        is_changing = ((of_experts - before).abs().mean() > tol) & (ratios.max() > ratios.min() * (1 + 1e-5))
+        if not is_changing:
+            break
+    return of_experts * matrix * of_tokens.unsqueeze(1)
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int, k: int) -> Tensor:
@@ -64,7 +89,7 @@ def choose_experts(
     if expert_bias is not None:
         scores = scores + expert_bias
     if groups is not None and group_topk is not None:
-        if pre_softmax:
+        if pre_softmax and function == "softmax":
             scores = scores.softmax(-1)
         scores = in_best_groups(scores, groups, group_topk, k)
     return top_k(scores, k)
