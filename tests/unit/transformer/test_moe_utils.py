@@ -195,3 +195,17 @@ def test_sinkhorn_ends_also_where_all_tokens_like_an_expert_or_none_does(offset:
     assert (
         moe_utils.sinkhorn(torch.full((4, 8), torch.nan, dtype=dtype)).isnan().all()
     )  # and where the run has diverged
+
+
+def test_names_of_megatron_have_its_contract():
+    """By the formulas in Megatron's docstrings; its layer is compared in tests/compat/test_megatron_moe.py."""
+    assert moe_utils.get_capacity(64, 8, 1.2) == 10 and moe_utils.get_capacity(64, 8, 0.1, min_capacity=4) == 4
+    losses = Z.exp().sum(-1).log().square()
+    close(moe_utils.z_loss_func(Z, 0.001), 0.006312254578413)
+    padding = torch.tensor([False, True, False, True])
+    close(moe_utils.z_loss_func(Z, 0.5, padding_mask=padding), 0.25 * (losses[0] + losses[2]))
+    scores, ids = moe_utils.group_limited_topk(Z, 2, 4, 4, num_groups=2, group_topk=1)
+    assert ids.tolist() == [[0, 1], [1, 0], [2, 3], [3, 2]]
+    close(scores, Z.gather(-1, ids))
+    with pytest.raises(NotImplementedError, match="permute: not built; experts are asked for by num_moe_experts"):
+        moe_utils.permute(Z, Z > 0)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.base.lazy_imports import names_of_megatron
+
 _MOST_TURNS = 1000  # of Sinkhorn's iteration; logits of a standard deviation of 20 take about 100
 _SMALLEST_SUM = 1e-30  # in it, also in float32
 _TINY = 1e-20  # a sum of sigmoids is divided by it plus this, as in Megatron and DeepSeek-V3
@@ -68,6 +70,17 @@ def in_best_groups(scores: Tensor, groups: int, kept: int, k: int) -> Tensor:
     best = top_k(largest.sum(-1), kept)  # [.., kept]
     is_kept = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
     return by_group.masked_fill(~is_kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def group_limited_topk(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+) -> tuple[Tensor, Tensor]:
+    """Return (scores, indices) of the topk best experts in each token's best groups: [T, topk] each. Megatron's name.
+
+    scores: [T, E]; num_tokens, num_experts: T, E.
+    """
+    ids = top_k(in_best_groups(scores, num_groups, group_topk, topk), topk)
+    return scores.gather(-1, ids), ids
 
 
 def choose_experts(
@@ -147,6 +160,18 @@ def z_losses(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square()
 
 
+def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """Return the coefficient times the mean of `z_losses` of logits [.., E]: a scalar. Megatron's name.
+
+    padding_mask: bool [..], True for tokens that are not counted.
+    """
+    losses = z_losses(logits)
+    if padding_mask is None:
+        return z_loss_coeff * losses.mean()
+    counted = ~padding_mask
+    return z_loss_coeff * (losses * counted).sum() / counted.sum().clamp(min=1)
+
+
 def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Return the bias [E] after a step in which the experts had `counts` tokens, int64 [E]. Source: arXiv:2408.15664."""
     # in integers: E x count against the sum, which no rounding can turn
@@ -159,6 +184,12 @@ def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 def capacity_of(tokens: int, k: int, num_experts: int, factor: float) -> int:
     """Return how many of the `tokens` tokens of a sample an expert takes."""
     return math.ceil(tokens * k / num_experts * factor)
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """Return how many tokens an expert takes if `num_tokens` choices go to `num_experts`. Megatron's name."""
+    capacity = math.ceil(num_tokens / num_experts * capacity_factor)
+    return capacity if min_capacity is None else max(capacity, min_capacity)
 
 
 def kept_tokens(ids: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
@@ -210,3 +241,6 @@ def chunk_order(received: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
             start += rows
     local = len(received[0])
     return [(starts[r][e], starts[r][e] + received[r][e]) for e in range(local) for r in range(len(received))]
+
+
+__getattr__ = names_of_megatron(__name__)
