@@ -173,7 +173,8 @@ REASONS: Mapping[str, str] = {
         "your own (docs/adding_a_model.md)"
     ),
     "megatron.core.models.gpt.moe_module_specs": (
-        "experts are asked for by num_moe_experts of TransformerConfig (--num-experts), and built by the GPTModel (docs/experts.md)"
+        "experts are asked for by num_moe_experts of TransformerConfig (--num-experts), and built by the GPTModel "
+        "(docs/experts.md)"
     ),
     "megatron.core.models.hybrid": "there are no state-space layers; use GPTModel, or a layer of your own",
     "megatron.core.models.mamba": "there are no state-space layers; use GPTModel, or a layer of your own",

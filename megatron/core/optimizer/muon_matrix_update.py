@@ -7,9 +7,10 @@ Source: K. Jordan and others, kellerjordan.github.io/posts/muon
     w = w - lr (scale U V^T + decay w)     of d = U S V^T, by Newton-Schulz steps instead of the decomposition
 
 Matrices that are fused in one parameter are orthogonalized one by one: gate and up, and query, key and value, each with
-all its heads. So are the matrices that experts stack, [E, .., out, in]. The full matrix is gathered over the tensor-parallel ranks, which repeat each other's computation. Of
-ranks that have the same part of it (data-parallel ones at ZeRO stage 0), one takes the steps and sends its part of
-U V^T to the others: in bfloat16 if the steps were taken in it, which is exact.
+all its heads. So are the matrices that experts stack, [E, .., out, in]. The full matrix is gathered over the
+tensor-parallel ranks, which repeat each other's computation. Of ranks that have the same part of it (data-parallel ones
+at ZeRO stage 0), one takes the steps and sends its part of U V^T to the others: in bfloat16 if the steps were taken in
+it, which is exact.
 """
 
 import math

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import expert_models
 import pytest
 import torch
+from covering import cover
 from expert_models import zero
 from layouts import Layout
 from local_ranks import run_ranks
@@ -17,7 +18,6 @@ from muon_matrix import DIMENSIONS, MODELS, SHARDS, MuonCase, all_cases, coverin
 from parity_cases import TOLERANCE
 from tiny_run import TINY_GPT2, TINY_LLAMA, Outcome, TinyTrainer, assert_equal, my_pieces, put_together, run
 from torch import Tensor
-from zero_matrix import cover
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
