@@ -212,10 +212,11 @@ SINKHORN = [
 ]
 
 
+@pytest.mark.full
 def test_sinkhorn_balances_a_microbatch_alike_in_every_layout():
     """Megatron balances the tokens of each rank, so that tensor- and context-parallel ranks change the choice there."""
     options = {"moe_router_load_balancing_type": ["sinkhorn"], "moe_z_loss_coeff": 0.01, "moe_input_jitter_eps": 0.1}
-    config = replace(LLAMA, **options)
+    config = replace(LLAMA, num_layers=2, **options)
     expected = outcome(config, Layout(m=2))[0]
     without = outcome(replace(config, moe_router_load_balancing_type=["none"]), Layout(m=2), 1)[0]
     assert abs(expected.losses[0] - without.losses[0]) > 1e-6

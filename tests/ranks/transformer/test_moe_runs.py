@@ -285,9 +285,11 @@ def test_memory_stays_within_the_bound_where_all_tokens_visit_the_experts_of_one
     alike = SimpleNamespace(**vars(token_dispatcher.collectives) | {"all_to_all": as_many_from_each})
     monkeypatch.setattr(moe_utils, "choose_experts", first)
     monkeypatch.setattr(token_dispatcher, "collectives", alike)
-    ep, layers, h, f = 2, 4, 64, 96
+    ep, layers, h, f = 2, 2, 64, 96
     ranks = f"--world-size {ep} --rank 0 --expert-model-parallel-size {ep}"
-    got = measure(f"{SMALL} {ranks} --num-experts 8 --moe-ffn-hidden-size {f} --swiglu {flags}".split())
+    got = measure(
+        f"{SMALL} {ranks} --num-layers {layers} --num-experts 8 --moe-ffn-hidden-size {f} --swiglu {flags}".split()
+    )
     rows = (4 if "topk 4" in flags else 2) * 2 * 64  # of a microbatch of this rank
     more = (ep - 1) * rows * (layers + 1) * (2 * h + 3 * f) * 4
     predicted = got.predicted.bytes["activations"]
