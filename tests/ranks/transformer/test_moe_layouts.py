@@ -205,6 +205,25 @@ def test_every_layout_trains_as_one_process(layout: Layout, model: str, router: 
     assert router != "bias" or any(value.any() for value in biases.values())
 
 
+# of microbatches of 4 samples, which Sinkhorn's iteration balances
+SINKHORN = [
+    Layout(cp=2, tp=2, sp=True, ep=2, etp=1, m=2, recompute="uniform 2", data_parallel=zero(0)),
+    Layout(tp=2, dp=2, ep=4, etp=1, m=1, data_parallel=zero(2)),
+]
+
+
+@pytest.mark.full
+def test_sinkhorn_balances_a_microbatch_alike_in_every_layout():
+    """Megatron balances the tokens of each rank, so that tensor- and context-parallel ranks change the choice there."""
+    options = {"moe_router_load_balancing_type": ["sinkhorn"], "moe_z_loss_coeff": 0.01, "moe_input_jitter_eps": 0.1}
+    config = replace(LLAMA, num_layers=2, **options)
+    expected = outcome(config, Layout(m=2))[0]
+    without = outcome(replace(config, moe_router_load_balancing_type=["none"]), Layout(m=2), 1)[0]
+    assert abs(expected.losses[0] - without.losses[0]) > 1e-6
+    for layout in SINKHORN:
+        assert_equal(outcome(config, layout)[0], expected, 1e-10)
+
+
 # ---------------------------------------------------------------- what Megatron's layouts change, by name
 
 BALANCED = {"moe_aux_loss_coeff": [0.3]}

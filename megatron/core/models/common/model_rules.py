@@ -143,6 +143,7 @@ def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
         "--group-query-attention, which attention to the encoder does not have": has_groups,
         "--qk-layernorm, which attention to the encoder does not have": model.qk_layernorm,
         "--window-size, which looks back alone": model.window_size is not None,
+        "--clip-qkv": model.clip_qkv is not None,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--scale-attn-by-inverse-layer-idx": model.scale_attn_by_inverse_layer_idx,
