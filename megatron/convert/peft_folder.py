@@ -229,9 +229,11 @@ def write_peft_folder(
     model: ModelConfig,
     *,
     base: str | None = None,
-) -> None:
+) -> list[str]:
     """Write adapters, (our linear, part) -> pair, as a folder that must not exist.
 
+    Returns the adapted modules whose last name component is also that of experts' matrices: they are targets by their whole
+    names. Source: PEFT 0.21 with transformers 5 takes even these for the experts' in families such as qwen3_moe.
     base: the folder or name of the base, which PEFT's AutoPeftModel loads. Raises ConfigError for adapters on linears that
     transformers' model does not have.
     """
@@ -249,6 +251,14 @@ def write_peft_folder(
             ranks[module] = pair.a.shape[0]
     if left:
         raise ConfigError(f"adapters of {', '.join(name for name, _ in list(left)[:3])} have no place in this family")
+    of_experts = {
+        name.removesuffix(".weight").rsplit(".", 1)[-1]
+        for mapping in param_mappings(family, model)
+        if ".experts." in mapping.param
+        for name in mapping.hf_params
+    }
+    ambiguous = [module for module in ranks if module.rsplit(".", 1)[-1] in of_experts]
+    targets = {module if module in ambiguous else module.rsplit(".", 1)[-1] for module in ranks}
     other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.lora_rank}
     config = {
         "peft_type": "LORA",
@@ -261,7 +271,7 @@ def write_peft_folder(
         "fan_in_fan_out": any(linear.operation.endswith("transpose") for linear in linears_in_hf(family, model)),
         "inference_mode": True,
         "init_lora_weights": True,
-        "target_modules": sorted({module.rsplit(".", 1)[-1] for module in ranks}),
+        "target_modules": sorted(targets),
         "use_rslora": lora.use_rslora,
         "modules_to_save": None,
         "rank_pattern": other_ranks,
@@ -276,6 +286,7 @@ def write_peft_folder(
     (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     _write_tensors(partial / ADAPTER, tensors)
     os.rename(partial, out)
+    return ambiguous
 
 
 def _pairs_in_hf(linear: LinearInHF, own: Mapping[str, Pair], heads: HeadCounts) -> Iterator[tuple[str, Pair]]:

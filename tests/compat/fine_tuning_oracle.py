@@ -21,7 +21,7 @@ if sys.argv[2:] == ["float64"]:
 import peft
 import transformers
 
-EAGER = {"attn_implementation": "eager", "dtype": torch.float32}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
 
 
 def write_base(folder: str, config: dict[str, Any]) -> None:

@@ -212,6 +212,9 @@ def test_a_model_with_experts_has_adapters_beside_them(tmp_path: Path, capsys):
     for name in trained:
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-10)
     assert lora_tool.main(["--load", f"{tmp_path}/layout", "--save-peft", f"{tmp_path}/peft"]) == 0
+    assert "WARNING: model.layers.0.mlp.down_proj is named as experts' matrices are" in capsys.readouterr().out
+    targets = json.loads((tmp_path / "peft/adapter_config.json").read_text())["target_modules"]
+    assert targets == ["model.layers.0.mlp.down_proj", "o_proj"]
     again = flags.partition(" --lora-rank")[0] + f" --lora-adapter {tmp_path}/peft"
     assert FinetuneScript(again).args_defaults["lora_target_modules"] == ["linear_proj", "linear_fc2"]
 
