@@ -227,6 +227,10 @@ REASONS: Mapping[str, str] = {
     "megatron.training.datasets": (
         "train on token files (--data-path), also with --fim-data; prepare chats with tools/preprocess_data.py"
     ),
+    "megatron.training.datasets.sft_dataset": (
+        "with --sft call megatron.core.datasets.sft_dataset.build_sft_datasets, as pretrain_gpt.py does, which packs and blends "
+        "the examples of --data-path"
+    ),
     "megatron.training.distillation": "there is no distillation; leave out --logits-load-dir",
     "megatron.training.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
     "megatron.training.initialize": "initialize_megatron sets everything up",

@@ -307,8 +307,6 @@ def sft_mask_prefix(prefix: str) -> str | None:
 
 def _sft_file_problems(blend: Blend) -> Iterator[str]:
     """Yield a line for each data path of --sft that cannot be read."""
-    if blend.weights is not None:
-        yield "--sft reads its files one after another, and a blend with weights was given; leave the weights out"
     for path in blend.prefixes:
         masks = sft_mask_prefix(path)
         problem = None

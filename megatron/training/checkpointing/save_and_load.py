@@ -37,6 +37,7 @@ from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_mo
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
+from megatron.core.peft.lora import adapter_names
 from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
@@ -371,8 +372,16 @@ def _load_checkpoint(
             runtime.config, parameters, checkpoint, world, device
         )
         check_same_model_and_optimizer.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
+        adapters = {f"{_MODEL}{name}" for module in modules for name in adapter_names(module)}
         absent = check_same_model_and_optimizer.absent_parameters(
-            runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
+            runtime.config,
+            parameters,
+            checkpoint,
+            source,
+            world,
+            device,
+            load_optimizer=load_optimizer,
+            adapters=adapters,
         )
     if load_optimizer:
         check_same_model_and_optimizer.check_same_optimizer(runtime, checkpoint.state)

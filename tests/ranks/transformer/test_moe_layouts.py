@@ -302,8 +302,8 @@ def test_every_dispatcher_and_layout_drops_the_same_tokens_in_the_order_of_the_s
 def test_the_expert_bias_moves_once_in_a_step_by_the_tokens_of_all_its_microbatches():
     config = config_of("gpt2", "bias")
 
-    def work(mesh: Mesh, layout: Layout) -> dict[int, tuple[Tensor, Tensor]]:
-        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+    def work(mesh: Mesh, layout: Layout, frozen: str = "") -> dict[int, tuple[Tensor, Tensor]]:
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT, frozen=frozen)
         tiny.step(0)
         routers = [module for module in tiny.model[0].module.modules() if isinstance(module, ParallelRouter)]
         return {router.layer_number: (router.tokens_of_last_step, router.expert_bias) for router in routers}
@@ -317,3 +317,5 @@ def test_the_expert_bias_moves_once_in_a_step_by_the_tokens_of_all_its_microbatc
         assert bias.tolist() == torch.tensor(by_hand, dtype=torch.float32).tolist() and bias.any()
         for other in others:
             assert torch.equal(other[layer][0], counts) and torch.equal(other[layer][1], bias)
+    (frozen,) = run_ranks({}, partial(work, layout=Layout(m=1), frozen="router"))
+    assert not any(bias.any() for _, bias in frozen.values()), "a frozen router chooses as before"

@@ -42,7 +42,8 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     samples must call.
 
     weight [E, h] is whole on every rank. Buffers: expert_bias [E], added to scores in the choice, with
-    --moe-router-enable-expert-bias; tokens_per_expert int64 [E], of the running step of training.
+    --moe-router-enable-expert-bias, constant while the weight is frozen; tokens_per_expert int64 [E], of the running step
+    of training.
     """
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
@@ -230,7 +231,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     def end_of_step(self) -> None:
         self.tokens_of_last_step = self.tokens_per_expert.clone()
         self.idle_steps = torch.where(self.tokens_per_expert > 0, 0, self.idle_steps + 1)
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.weight.requires_grad:  # a frozen router chooses as before
             rate = self.settings.moe_router_bias_update_rate
             self.expert_bias.copy_(moe_utils.updated_expert_bias(self.expert_bias, self.tokens_per_expert, rate))
         self.tokens_per_expert.zero_()
