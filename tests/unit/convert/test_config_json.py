@@ -330,6 +330,15 @@ def test_a_key_that_may_change_the_computation_is_refused_by_its_name(name: str,
         settings_of(WHOLE_FILES[name] | {key: value}, name)
 
 
+def test_the_keys_that_qwen3_coder_adds_say_what_the_class_computes():
+    config = CONFIGS["Qwen3-30B-A3B"]
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert settings_of(config | coder, "config.json") == settings_of(config, "config.json")
+    for key, value in {"qkv_bias": True, "shared_expert_intermediate_size": 512, "use_qk_norm": False}.items():
+        with pytest.raises(ConfigError, match=key):
+            settings_of(config | coder | {key: value}, "config.json")
+
+
 def test_a_second_name_of_a_key_may_repeat_its_value():
     config = WHOLE_FILES["gpt2-xl"]
     assert settings_of(config | {"hidden_size": 1600}, "config.json") == settings_of(config, "config.json")
