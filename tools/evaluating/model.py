@@ -88,7 +88,10 @@ def load_evaluated_model(
     parallel_values = {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in wanted}
     parallel = build(ParallelConfig, parallel_values)
     expert_sizes = (settings.expert_model_parallel_size, settings.expert_tensor_parallel_size)
-    problems = [*layout_problems(config, tp_size, pp_size, *expert_sizes), *context_parallel_problems(parallel, config, {})]
+    problems = [
+        *layout_problems(config, tp_size, pp_size, *expert_sizes),
+        *context_parallel_problems(parallel, config, {}),
+    ]
     if problems:
         raise ConfigError(problems)
 

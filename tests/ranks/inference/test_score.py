@@ -108,7 +108,7 @@ LAYOUTS = [
     ("llama", {"cp": 2, "dp": 2}),
     ("experts", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
     ("experts", {"dp": 4, "ep": 2}),
-    ("experts", {"pp": 2, "cp": 2, "dp": 2, "ep": 4}),
+    pytest.param("experts", {"pp": 2, "cp": 2, "dp": 2, "ep": 4}, marks=pytest.mark.sweep),
 ]
 
 

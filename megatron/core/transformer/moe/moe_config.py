@@ -51,7 +51,9 @@ class MoEConfig(AttentionConfig):
         "softmax", "scores of the experts of a token: softmax over experts, or sigmoid or sqrt(softplus) of each logit"
     )
     moe_router_pre_softmax: bool = option(
-        False, "softmax over all experts before the choice, instead of over the chosen experts after it"
+        False,
+        "softmax over all experts before the choice, instead of over the chosen experts after it; other scores have no softmax, "
+        "and are the same with it",
     )
     moe_router_topk_scaling_factor: Positive | None = option(None, "multiply the weights of a token's experts by this")
     moe_router_num_groups: Count | None = option(
@@ -186,11 +188,6 @@ class MoEConfig(AttentionConfig):
             yield (
                 "--moe-router-enable-expert-bias needs scores of which each is of one expert; give "
                 "--moe-router-score-function sigmoid"
-            )
-        if self.moe_router_pre_softmax and self.moe_router_score_function != "softmax":
-            yield (
-                f"--moe-router-pre-softmax contradicts --moe-router-score-function {self.moe_router_score_function}; leave "
-                "one of them out"
             )
 
     def _problems_of_layers(self) -> Iterator[str]:

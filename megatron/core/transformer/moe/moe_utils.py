@@ -64,7 +64,7 @@ def choose_experts(
     if expert_bias is not None:
         scores = scores + expert_bias
     if groups is not None and group_topk is not None:
-        if pre_softmax:
+        if function == "softmax" and pre_softmax:
             scores = scores.softmax(-1)
         scores = in_best_groups(scores, groups, group_topk, k)
     return top_k(scores, k)
