@@ -129,7 +129,7 @@ def test_an_answer_of_weight_0_gives_no_loss(template: str, tmp_path: Path):
     expected = TEXT.replace(">>>yo<|im_end|><<<", "yo<|im_end|>")
     assert encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, template)), {"messages": messages}) == [expected]
     messages[3]["weight"] = 0.5
-    with pytest.raises(UnusableRecord, match="weight 0.5, which must be 0 or 1"):
+    with pytest.raises(UnusableRecord, match=r"weight 0\.5, which must be 0 or 1"):
         encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, template)), {"messages": messages})
 
 
