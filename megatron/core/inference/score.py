@@ -256,7 +256,7 @@ def score(
         rows = rows_of(requests, max_length, shares=False)
         batches = padded_batches(rows, batch_tokens, _borders(model.settings))
     # Replicas that share experts must enter them together, so they run the same batches, and the first of them counts.
-    sharers = replicas_sharing_experts(mesh)
+    sharers = mesh.replicas_sharing_experts
     own = deal(batches, mesh.samples.size // sharers)[mesh.samples.rank // sharers]
     counts = mesh.samples.rank % sharers == 0
     all_tokens = sum(row.length for index in own for row in batches[index])
@@ -285,11 +285,6 @@ def score(
         collectives.all_reduce(shared, mesh.tokens)
     shared = collectives.broadcast(shared, mesh["mp"], source=mesh.reporter("mp")).cpu()
     return [Score(logprob, missed == 0) for logprob, missed in zip(*shared.tolist(), strict=True)]
-
-
-def replicas_sharing_experts(mesh: Mesh) -> int:
-    """Return how many neighbouring replicas of the other layers have one replica of the experts among them."""
-    return max(1, mesh["ep_etp"].size // (mesh["tp"].size * mesh["cp"].size))
 
 
 def request_problems(requests: Sequence[Request], vocab_size: int, max_length: int) -> list[str]:
