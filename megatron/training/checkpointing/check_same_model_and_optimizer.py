@@ -336,20 +336,28 @@ def check_same_model(
 
 
 def problems_of_settings(
-    runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool, resizes: bool = False
+    runtime: Runtime,
+    saved: dict[str, Any],
+    source: str,
+    *,
+    resumes: bool,
+    resizes: bool = False,
+    are_taken: bool = False,
 ) -> list[str]:
     """Return how the checkpoint's model, tokenizer and, if `resumes`, precision differ from this run's settings.
 
     No model is needed. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so its size and
-    the tokenizer may differ.
+    the tokenizer may differ. are_taken: the run takes the checkpoint's settings also without --use-checkpoint-args.
     """
     config = runtime.config
+    are_taken = are_taken or config.checkpoint.use_checkpoint_args
+    leave_out = "; leave its flag out" if are_taken else ""
     changes = _changes(runtime, saved)
     problems = []
     for change in changes.model:
         if change.is_new and not resumes:
             continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
-        problems.append(f"{source} holds another model; {_difference(change)}")
+        problems.append(f"{source} holds another model; {_difference(change)}{'' if change.is_unknown else leave_out}")
     if not config.checkpoint.allow_rope_change:
         for change in changes.rope:
             advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
@@ -365,7 +373,7 @@ def problems_of_settings(
             problems.append(tokenizer)
 
     # one flag takes them all from the checkpoint
-    if problems and not config.checkpoint.use_checkpoint_args:
+    if problems and not are_taken:
         problems.insert(
             0,
             f"{source} holds a model of other settings than the flags describe: --use-checkpoint-args takes those of the "

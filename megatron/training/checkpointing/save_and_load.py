@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.convert import is_foreign
+from megatron.convert import is_foreign, open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import (
@@ -222,20 +222,25 @@ def refuse_other_settings(runtime: Runtime, start: Start | None) -> None:
     """Refuse a checkpoint whose model has other settings than this run's, by its manifest alone. Every rank must call.
 
     It is asked before the model is built; `load` asks again, with the model. A folder of another project has set the
-    flags itself, and a checkpoint that cannot be read is told by `load`. Raises ConfigError.
+    flags that are not given, and others may contradict it. A checkpoint that cannot be read is told by `load`. Raises
+    ConfigError.
     """
     config = runtime.config.checkpoint
     world = runtime.mesh["world"]
     with collectives.raise_together(world, runtime.device.torch_device):
-        if world.is_first and start is not None and not is_foreign(start.root, _newest_iteration(start)):
+        if world.is_first and start is not None:
+            of_other_project = is_foreign(start.root, _newest_iteration(start))
             source = f"{start.flag} {start.root}"
             with contextlib.suppress(CheckpointError, OSError), check_same_model_and_optimizer.naming_source(source):
-                checkpoint = newest_with_good_manifest(start)
+                if of_other_project:
+                    checkpoint = open_foreign(start.root, iteration=_newest_iteration(start))
+                else:
+                    checkpoint = newest_with_good_manifest(start)
                 check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
                 resumes = not start.weights_only
                 resizes = config.resize_token_embeddings is not None and not (config.load_optim and resumes)
                 problems = check_same_model_and_optimizer.problems_of_settings(
-                    runtime, checkpoint.state, source, resumes=resumes, resizes=resizes
+                    runtime, checkpoint.state, source, resumes=resumes, resizes=resizes, are_taken=of_other_project
                 )
                 if problems:
                     raise ConfigError(problems)

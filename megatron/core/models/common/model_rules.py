@@ -57,6 +57,13 @@ class ModelRules:
             problems.append(no_experts(size))
         return problems
 
+    def without_effect(self, config: Any) -> dict[str, str]:
+        """Return flag -> why it has no effect on this model, for flags of ranks that only experts use."""
+        size = config.parallel.expert_tensor_parallel_size
+        if size is None or not self.model or self.has_experts or config.transformer.has_experts:
+            return {}
+        return {"--expert-tensor-parallel-size": "the model has no experts without --num-experts"}
+
 
 def no_experts(size: int) -> str:
     """Return the problem of a model without experts. size: --expert-model-parallel-size."""

@@ -1,6 +1,6 @@
 """Settings of a mixture of experts. Pure: --help reads them without torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -223,6 +223,43 @@ class MoEConfig(AttentionConfig):
                 "pad to"
             )
 
+    def idle_settings_of_experts(self) -> Iterator[tuple[Sequence[str], str]]:
+        """Yield (settings that nothing reads under the others, why): all of them for a model without experts."""
+        if not self.has_experts:
+            yield (
+                [name for name in OF_EXPERTS if name != "num_experts"],
+                "the model has no experts without --num-experts",
+            )
+            return
+
+        # the choice of experts
+        if not self.moe_router_enable_expert_bias:
+            yield ("moe_router_bias_update_rate",), "experts have no bias without --moe-router-enable-expert-bias"
+        of_groups = ("moe_router_num_groups", "moe_router_group_topk")
+        if self.moe_router_force_load_balancing:
+            of_bias = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
+            yield (*of_groups, *of_bias), "--moe-router-force-load-balancing chooses experts in turn"
+        elif self.moe_router_num_groups == self.moe_router_group_topk:
+            yield of_groups, f"a token's experts may be in any of the {self.moe_router_num_groups} groups"
+
+        # capacity
+        if self.capacity_factor is not None:
+            why = "experts compute the rows that they have, and padding changes no number"
+            yield ("moe_pad_expert_input_to_capacity",), why
+        else:
+            negative = "no token is dropped if --moe-expert-capacity-factor is negative"
+            is_given = self.moe_expert_capacity_factor is not None
+            yield ("moe_expert_capacity_factor",), negative
+            why = negative if is_given else "no token is dropped without --moe-expert-capacity-factor"
+            yield ("moe_token_drop_policy",), why
+
+        # balancing losses
+        kinds = self.moe_router_load_balancing_type
+        if not self.balancing_losses and any(map(BALANCING_LOSSES.get, kinds)):
+            yield ("moe_router_load_balancing_type",), "no loss is computed without a --moe-aux-loss-coeff"
+        elif not self.balancing_losses:
+            yield ("moe_aux_loss_coeff",), f"--moe-router-load-balancing-type {_spaced(kinds)} has no loss"
+
     @property
     def parsed_patterns(self) -> dict[str, Any]:
         """The settings in the types of Megatron's parser: of layers N or a list, of losses one value or a list."""
@@ -283,6 +320,9 @@ class MoEConfig(AttentionConfig):
             return ()
         names = [BALANCING_LOSSES[kind] for kind in self.balancing_losses]
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
+
+
+OF_EXPERTS = tuple(vars(MoEConfig)["__annotations__"])  # the settings of experts
 
 
 def _spaced(values: list) -> str:
