@@ -124,6 +124,7 @@ def test_a_hostile_folder_is_refused_in_a_line(case: str, folder: Path):
         {"rope_parameters": {"type": "linear", "rope_type": "linear", "factor": 2.0}},  # as both transformers write it
         {"rope_parameters": {"type": None, "rope_type": "linear", "factor": 2.0}},
         {"dtype": None, "torch_dtype": "bfloat16"},
+        {"quantization_config": None},  # null says nothing
         {"dtype": "bfloat16", "torch_dtype": "bfloat16"},
     ],
 )
