@@ -124,7 +124,6 @@ def test_a_hostile_folder_is_refused_in_a_line(case: str, folder: Path):
         {"rope_parameters": {"type": "linear", "rope_type": "linear", "factor": 2.0}},  # as both transformers write it
         {"rope_parameters": {"type": None, "rope_type": "linear", "factor": 2.0}},
         {"dtype": None, "torch_dtype": "bfloat16"},
-        {"quantization_config": None},  # null says nothing
         {"dtype": "bfloat16", "torch_dtype": "bfloat16"},
     ],
 )
@@ -133,6 +132,11 @@ def test_one_thing_may_be_said_twice(said: dict, folder: Path):
         changed(folder / "config.json", key, value)
     settings = open_foreign(folder).state["config"]["transformer"]
     assert settings.get("bf16") if "dtype" in said else '"linear"' in settings["rope_scaling"]
+
+
+def test_a_quantization_that_is_null_says_nothing(folder: Path):
+    changed(folder / "config.json", "quantization_config", None)
+    assert open_foreign(folder).state["config"]
 
 
 def test_code_of_a_folder_is_not_run(folder: Path):
