@@ -89,6 +89,11 @@ def linears_in_hf(family: Family, model: ModelConfig) -> Iterator[LinearInHF]:
             yield LinearInHF(module, mapping.operation, modules)
 
 
+def has_conv1d(family: Family, model: ModelConfig) -> bool:
+    """Whether linears are transformers' Conv1D, as GPT-2's. Stacked experts that are stored transposed are none."""
+    return any(linear.operation in _FORWARD for linear in linears_in_hf(family, model))
+
+
 def fused_in_hf(model_class: str, model: ModelConfig, vocab_size: int) -> set[str]:
     """Return our fused linears that are one module in transformers too, such as linear_qkv of a GPT-2.
 
@@ -268,7 +273,7 @@ def write_peft_folder(
         "lora_alpha": int(lora.lora_alpha) if lora.lora_alpha.is_integer() else lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
-        "fan_in_fan_out": any(linear.operation.endswith("transpose") for linear in linears_in_hf(family, model)),
+        "fan_in_fan_out": has_conv1d(family, model),
         "inference_mode": True,
         "init_lora_weights": True,
         "target_modules": sorted(targets),

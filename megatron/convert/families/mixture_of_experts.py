@@ -12,6 +12,7 @@ from megatron.convert.families.config_fields import (
     Field,
     count,
     fixed,
+    fixed_not_written,
     heads,
     ignored_keys,
     number,
@@ -234,6 +235,10 @@ QWEN3_MOE = Family(
         _expert_width("moe_intermediate_size", "intermediate_size", 768),
         *_QWEN_EXPERT_FIELDS,
         ignored_keys("max_window_layers"),  # of Qwen2; this class gives all layers the window
+        # Of Qwen3-Coder's files. The class does not read them, and computes what these values say.
+        fixed_not_written("qkv_bias", False),
+        fixed_not_written("shared_expert_intermediate_size", 0),
+        fixed_not_written("use_qk_norm", True),
         length=32768,
         groups=4,
     ),

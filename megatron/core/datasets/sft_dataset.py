@@ -36,6 +36,7 @@ from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ran
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset, token_dtype
 from megatron.core.datasets.sft_examples import (
+    AN_ARRAY,
     SFTEncoder,
     UnusableRecord,
     fast_tokenizer_of,
@@ -204,6 +205,8 @@ def encode_file(
         masks = stack.enter_context(IndexedDatasetWriter(f"{prefix}{_MASK}", np.uint8))
         for number, line in _lines(path):
             lines += 1
+            if lines == 1 and line.lstrip().startswith(b"["):
+                raise ConfigError(f"{path}: {AN_ARRAY}")
             try:
                 try:
                     encoded = encoder.encode(read_json_line(line))

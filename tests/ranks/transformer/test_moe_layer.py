@@ -86,6 +86,11 @@ NUMBERS = [
     (SAMPLE, 0.413686798930, 2.045869759096),
     ({**SAMPLE, "moe_router_pre_softmax": True}, 0.361268587382, 1.833136376643),
     ({**SAMPLE, **SIGMOID}, 0.127763833680, 1.823571224601),
+    (
+        {**SAMPLE, **SIGMOID, "moe_router_pre_softmax": True},
+        0.127763833680,
+        1.823571224601,
+    ),  # as DeepSeek-V3 is started
     ({**SAMPLE, **SIGMOID, "moe_router_topk_scaling_factor": 2.5}, 0.319564401310, 4.558928061502),
     (
         {
