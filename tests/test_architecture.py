@@ -265,6 +265,9 @@ ASKS_THE_PROCESS = {
     "tensor_parallel/mappings.py": "axis_of",
     "tensor_parallel/random.py": "CudaRNGStatesTracker get_cuda_rng_tracker _TrackerOfProcess _add_states checkpoint",
     "transformer/module.py": "settings_of context_of mesh_of_process",
+    "transformer/moe/aux_losses_tracker.py": (
+        "get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks track_moe_metrics"
+    ),
     "transformer/transformer_layer.py": "layers_of_stage",
 }
 

@@ -70,6 +70,20 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.utils": "get_model_config",
     },
     "megatron.core.transformer.enums": {"megatron.core.enums": "ModelType"},
+    "megatron.core.parallel_state": {
+        "megatron.core.transformer.moe.aux_losses_tracker": "get_moe_layer_wise_logging_tracker"
+    },
+    "megatron.core.transformer.moe.moe_utils": {
+        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.aux_losses_tracker": (
+            "clear_aux_losses_tracker get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks "
+            "save_to_aux_losses_tracker track_moe_metrics"
+        ),
+    },
+    "megatron.core.transformer.moe.router": {
+        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.aux_losses_tracker": "save_to_aux_losses_tracker",
+    },
     "megatron.core.transformer.transformer_block": {
         "megatron.core.transformer.enums": "AttnMaskType",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
@@ -311,7 +325,7 @@ NOT_BUILT: Mapping[str, str] = {
         "get_global_symmetric_memory_buffer get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group "
         "get_gtp_weight_remat_rank get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
         "get_inter_distributed_optimizer_instance_group get_inter_partial_data_parallel_group "
-        "get_intra_distributed_optimizer_instance_group get_moe_layer_wise_logging_tracker get_nccl_options "
+        "get_intra_distributed_optimizer_instance_group get_nccl_options "
         "get_pipeline_model_parallel_decoder_start get_tensor_and_context_parallel_rank "
         "get_tensor_and_context_parallel_world_size has_separate_all_gather_group is_inside_decoder "
         "is_inside_encoder is_pipeline_stage_at_split overwrite_nccl_comm_cfgs "

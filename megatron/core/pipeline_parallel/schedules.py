@@ -170,6 +170,7 @@ class Pipeline:
             around=self.around,
             aux_losses=self.aux_losses,
             aux_weight=aux_weight,
+            aux_weight_in_graph=1.0 if self._has_config("calculate_per_token_loss") else aux_weight,
             device=self.device,
         )
         schedule = self.schedule(num_microbatches, training=training)
@@ -218,8 +219,13 @@ class Pipeline:
 
         The data iterators of the last stage count the tokens, if they can (`CountsTokens`); else each sample counts
         all of its tokens, masked or not. num_microbatches: per rank.
+
+        Tokens are counted for a model that declares auxiliary losses, or whose config says num_moe_experts, which all
+        ranks know before the first forward. Terms that layers of another model put into the graph
+        (`MoEAuxLossAutoScaler`) are weighed as if no token were masked.
         """
-        if not self.aux_losses:
+        if not self.aux_losses and not self._has_config("num_moe_experts"):
+            gradients.aux_weight = float(self.batch.nominal_tokens * self.mesh.sequence.size)
             return
 
         # one rank of each replica knows its tokens; its ranks share them, then the replicas
@@ -239,6 +245,10 @@ class Pipeline:
         if num_known != replicas:
             tokens = self.batch.nominal_tokens * num_microbatches * self.mesh.tokens.size
         gradients.weigh_aux_losses(tokens, num_microbatches * replicas)
+
+    def _has_config(self, name: str) -> bool:
+        """Whether the config of the chunks, Megatron's, has this field set."""
+        return any(bool(_config_of(chunk, name)) for chunk in self.chunks.values())
 
     @memory_kind("other")
     def share_totals(self, totals: LossTotals) -> "SharedTotals":

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.base.lazy_imports import names_of_megatron
+
 _TINY = 1e-20  # a sum of sigmoids is divided by it plus this, as in Megatron and DeepSeek-V3
 
 
@@ -185,3 +187,6 @@ def chunk_order(received: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
             start += rows
     local = len(received[0])
     return [(starts[r][e], starts[r][e] + received[r][e]) for e in range(local) for r in range(len(received))]
+
+
+__getattr__ = names_of_megatron(__name__)

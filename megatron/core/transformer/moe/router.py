@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.ops.expert_load_interface import ReportsExpertLoads
 from megatron.core.ops.layout_invariant_dropout import KeyedJitter
@@ -223,3 +224,6 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
             self.expert_bias.copy_(moe_utils.updated_expert_bias(self.expert_bias, self.tokens_per_expert, rate))
         self.tokens_per_expert.zero_()
         self.forget_counts()
+
+
+__getattr__ = names_of_megatron(__name__)
