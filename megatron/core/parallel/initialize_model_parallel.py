@@ -261,18 +261,22 @@ def axis_of_group(group: Any) -> Axis:
 
     A group of a script's own stands for the axis, whose communicator is used. Raises ValueError if there is none.
     """
-    mesh = get_mesh()
-    for axis in mesh.values():
-        if axis.size > 1 and torch_group(axis.name) is group:
-            return axis
-    ranks = tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
-    for axis in mesh.values():
+    ranks = ranks_of_group(group)
+    for axis in get_mesh().values():
         if axis.ranks == ranks:
             return axis
     raise ValueError(
-        f"no axis of this job has the ranks {list(ranks)} of the given group; give a group of parallel_state, or one of "
-        "the same ranks in the same order"
+        f"no axis of this job has the ranks of the given group, {ranks}; give a group of parallel_state, or one of the same "
+        "ranks in the same order"
     )
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...] | None:
+    """Return the global ranks of a torch.distributed group, in their order; None: it is no group."""
+    for name, axis in get_mesh().items():
+        if axis.group is not None and torch_group(name) is group:
+            return axis.ranks
+    return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else None
 
 
 # Megatron's other arguments, mostly of communicators -> the values that change nothing here.

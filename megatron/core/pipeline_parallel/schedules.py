@@ -41,10 +41,11 @@ from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_trans
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
+from megatron.core.process_groups_config import check_groups
 from megatron.core.utils import get_model_config, unwrap_model
 
 # Megatron's arguments that only concern its own transfers, groups or warm-up.
-_WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
+_WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "force_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -398,6 +399,7 @@ def forward_backward(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    pg_collection: Any = None,
     **others: Any,
 ) -> list[Any]:
     """Run the forwards and backwards of one step. Every rank must call.
@@ -419,6 +421,7 @@ def forward_backward(
     ValueError for another decoder_seq_length or number of iterators.
     """
     # check the arguments
+    check_groups(pg_collection, "get_forward_backward_func: pg_collection")
     not_built = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
     if not_built:
         raise TypeError(f"get_forward_backward_func: {sorted(not_built)} are not built; omit them")

@@ -9,6 +9,7 @@ from torch.nn.init import xavier_normal_
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.parallel.global_state import get_global_state, get_mesh
+from megatron.core.process_groups_config import check_group
 from megatron.core.sharding.placement import Constant, InitialValue, Normal
 from megatron.core.tensor_parallel import autograd_collectives, linear_layers
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
@@ -24,7 +25,6 @@ _WITHOUT_EFFECT = {
     "disable_grad_reduce",
     "use_cpu_initialization",
     "gradient_accumulation_fusion",
-    "tp_group",
 }
 
 
@@ -48,6 +48,9 @@ def _check_arguments(layer: str, init_method: Any, stride: int, others: dict[str
     """Return the initial value. TypeError for unsupported arguments."""
     unsupported = []
     for name, value in others.items():
+        if name == "tp_group":
+            check_group(value, "tp", f"{layer}: tp_group")
+            continue
         if name == "tp_comm_buffer_name" or (name in _WITHOUT_EFFECT and not value):
             continue
         unsupported.append(name)

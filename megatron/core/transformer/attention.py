@@ -26,6 +26,7 @@ from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Rows
 from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -270,7 +271,9 @@ class SelfAttention(ParallelAttention):
     tp must call. Raises NotImplementedError for inference_params and packed_seq_params.
     """
 
-    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only(
+        "attn_mask_type", cp_comm_type=None, pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME
+    )
     def __init__(
         self,
         config: Any,
@@ -379,7 +382,9 @@ class CrossAttention(ParallelCrossAttention):
     parts of a script's own.
     """
 
-    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only(
+        "attn_mask_type", cp_comm_type=None, pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME
+    )
     def __init__(
         self,
         config: Any,

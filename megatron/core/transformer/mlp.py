@@ -10,6 +10,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, children_flops
 from megatron.core.ops.fused_layer_ops import activation_of
+from megatron.core.process_groups_config import OWN_TP_GROUP
 from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -85,7 +86,7 @@ class MLP(ParallelMLP):
     None). Every rank of tp must call. Building it raises NotImplementedError for is_expert and another input_size.
     """
 
-    @accepts_defaults_only("input_size", ffn_hidden_size=None, tp_group=None)
+    @accepts_defaults_only("input_size", ffn_hidden_size=None, tp_group=OWN_TP_GROUP)
     def __init__(
         self,
         config: Any,

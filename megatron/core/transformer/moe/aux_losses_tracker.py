@@ -18,6 +18,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.initialize_model_parallel import axis_of_group
 from megatron.core.parallel.rank_grid import Axis
+from megatron.core.process_groups_config import OWN_GROUPS
 
 
 def get_moe_layer_wise_logging_tracker() -> dict[str, dict[str, Any]]:
@@ -63,7 +64,7 @@ def clear_aux_losses_tracker() -> None:
         tracked["values"].zero_()
 
 
-@accepts_defaults_only(pg_collection=None)
+@accepts_defaults_only(pg_collection=OWN_GROUPS)
 def reduce_aux_losses_tracker_across_ranks(track_names: Sequence[str] | None = None) -> None:
     """Sum over pipeline stages and `reduce_group`, average over `avg_group` and all ranks with other tokens, in place.
 
@@ -96,7 +97,7 @@ def _average(values: Tensor, axis: Axis) -> None:
     values /= axis.size
 
 
-@accepts_defaults_only(pg_collection=None)
+@accepts_defaults_only(pg_collection=OWN_GROUPS)
 def track_moe_metrics(
     loss_scale: float,
     iteration: int,
