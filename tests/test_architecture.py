@@ -264,7 +264,7 @@ ASKS_THE_PROCESS = {
     "tensor_parallel/batch_on_this_rank.py": "get_batch_on_this_tp_rank get_batch_on_this_cp_rank",
     "tensor_parallel/cross_entropy.py": "vocab_parallel_cross_entropy",
     "tensor_parallel/data.py": "broadcast_data",
-    "tensor_parallel/layers.py": "tensor_parallel_of",
+    "tensor_parallel/linear_layers.py": "tensor_parallel_of",
     "tensor_parallel/mappings.py": "axis_of",
     "tensor_parallel/random.py": "CudaRNGStatesTracker get_cuda_rng_tracker _TrackerOfProcess _add_states checkpoint",
     "transformer/module.py": "settings_of context_of mesh_of_process",

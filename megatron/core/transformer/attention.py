@@ -28,9 +28,12 @@ from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Rows
-from megatron.core.tensor_parallel import linear_layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.linear_layers import TensorParallel, size_per_rank
+from megatron.core.tensor_parallel.linear_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    size_per_rank,
+)
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention, core_attention_flops
 from megatron.core.transformer.enums import AttnMaskType
@@ -84,7 +87,7 @@ class ParallelAttention(nn.Module):
         self.heads_per_group = heads // self.groups
         self.head_width = d
 
-        self.linear_qkv = linear_layers.ColumnParallelLinear(
+        self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (n + 2 * groups) * d,
             tp=tp,
@@ -115,7 +118,7 @@ class ParallelAttention(nn.Module):
         self.rotation = rotated_interleaved if config.rotary_interleaved else rotated
         self.compiled_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
 
-        self.linear_proj = linear_layers.RowParallelLinear(
+        self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_proj_bias
         )
 
