@@ -505,7 +505,10 @@ def test_terms_in_the_graph_have_the_gradients_of_declared_ones(layout: Layout):
         assert totals == pytest.approx({"balance": scalars["balance"], "size": 5.0 + scalars["size"]}, rel=1e-6)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean", "calculate_per_token_loss"])
+PER_TOKEN = pytest.param(True, marks=pytest.mark.full, id="calculate_per_token_loss")
+
+
+@pytest.mark.parametrize("per_token", [pytest.param(False, id="mean"), PER_TOKEN])
 def test_terms_in_the_graph_in_a_loop_of_ones_own(per_token: bool):
     """With a loss scale too. Per token, the layer multiplies its term by the tokens of the microbatch, as Megatron's do."""
     layout = Layout(dp=2, pp=2, m=2)
