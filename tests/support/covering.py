@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Combined:
@@ -77,3 +80,20 @@ def _possible(
             if any(make(**(others | dict(part))).can_be for others in seeds):
                 found.append(part)
     return found
+
+
+def cover(cases: Iterable[T], contents: Callable[[T], frozenset], chosen: Iterable[T] = ()) -> tuple[T, ...]:
+    """`chosen` and more of the cases, until all contents of all cases occur; each the one that adds most."""
+    found, has = list(chosen), {case: contents(case) for case in cases}
+    missing = frozenset().union(*has.values()).difference(*(has[case] for case in found))
+    # What a case would add only shrinks: what it would have added earlier says of most that they are not the best.
+    adds = [(-len(inside), number, case) for number, (case, inside) in enumerate(has.items())]
+    heapify(adds)
+    while missing:
+        _, number, case = adds[0]
+        now = (-len(has[case] & missing), number, case)
+        if now > heapreplace(adds, now):
+            continue
+        found.append(case)
+        missing -= has[case]
+    return tuple(found)
