@@ -98,6 +98,7 @@ class ParallelAttention(nn.Module):
             interleaved=(n // groups * d, d, d),
         )
         self.q_layernorm, self.k_layernorm = make_qk_norms(config, context)
+        self.clip = config.clip_qkv
         self.qk_norm_axis = (
             tp.axis if config.qk_norm_over == "width" else None
         )  # ranks over whose heads a mean is taken
@@ -139,7 +140,7 @@ class ParallelAttention(nn.Module):
     def get_query_key_value_tensors(
         self, mixed_qkv: Tensor, bias: Tensor | None, angles: Tensor | None = None
     ) -> "Heads":
-        """Split the product with the fused q/k/v weight into heads, normalize and rotate them.
+        """Split the product with the fused q/k/v weight into heads, normalize, clip and rotate them.
 
         mixed_qkv: [s, b, (n + 2 groups)/t d] -> q [s, b, n/t, d]; k, v [s, b, groups/t, d]. bias:
         [(n + 2 groups)/t d], of `linear_qkv`, if it is still to be added. angles: see forward. With
@@ -154,7 +155,7 @@ class ParallelAttention(nn.Module):
             angles = angles[self.rope]  # [s, b or 1, width / 2]
 
         # compiled: bias, split and rotation in one pass
-        if self.compiled and self.q_layernorm is None:
+        if self.compiled and self.q_layernorm is None and self.clip is None:
             cos = sin = None
             if angles is not None:
                 cos, sin = cosines_and_sines(angles, self.amplitude, mixed_qkv.dtype)
@@ -167,6 +168,8 @@ class ParallelAttention(nn.Module):
         if self.q_layernorm is not None:
             q, k = qk_norm((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.qk_norm_axis)
             heads = heads._replace(q=q, k=k)
+        if self.clip is not None:
+            heads = Heads(*(x.clamp(-self.clip, self.clip) for x in heads))
         if angles is not None:
             q = apply_rotary(heads.q, angles, self.amplitude, self.rotation)
             k = apply_rotary(heads.k, angles, self.amplitude, self.rotation)

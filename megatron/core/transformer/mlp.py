@@ -55,6 +55,8 @@ class ParallelMLP(nn.Module):
         declare_tiled_use(self.linear_fc2.weight, self.tiles)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tiles == 1:
+            return self.linear_fc2(self.activations(x))[0]
         return run_tiled(lambda tile: self.linear_fc2(self.activations(tile))[0], self.tiles, self.keys, x)
 
     def activations(self, x: Tensor) -> Tensor:

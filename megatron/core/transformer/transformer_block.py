@@ -281,7 +281,8 @@ class TransformerBlock(HoldsActivations, MegatronModule):
     def reserve(self, microbatches: int) -> None:
         """Allocate slots for the saved inputs of exactly `microbatches` microbatches in flight."""
         groups = [group for group in self._groups() if group.recompute and group.first >= self.activations.offloaded]
-        self.activations.slots.reserve(len(groups) * microbatches)
+        if groups:
+            self.activations.slots.reserve(len(groups) * microbatches)
 
 
 class LayerGroup(NamedTuple):

@@ -197,6 +197,32 @@ def test_a_recomputation_keeps_the_choices_and_counts_no_token_twice():
     assert layer.router.counts_so_far[1] == 2
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_sinkhorn_divides_a_microbatch_evenly_in_training_alone(k: int):
+    config = replace(TINY, moe_router_load_balancing_type=["sinkhorn"], moe_router_topk=k)
+    layer, x = of_tokens(replace(config, moe_enable_routing_replay=True))
+    with torch.no_grad():
+        layer.router.weight[0] += 10 * x.mean((0, 1))  # an expert that many tokens like
+    rows = layer.rows_of(x)[1]
+    logits = layer.router.logits(x)
+    replay = RouteReplay([layer])
+    with replay.recording():
+        expected = run(layer, x)
+    loads = layer.router.tokens_per_expert.clone()
+    with replay.replaying():
+        assert all(torch.equal(a, b) for a, b in zip(run(layer, x), expected, strict=True))
+    y = recompute_in_backward(layer, layer.context.keys, x, modules=[layer])
+    got = [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+    layer.eval()
+    plain = layer.router(x, rows)
+    assert torch.equal(plain.ids, logits.topk(k).indices.sort(-1).values)
+    scores = logits.sigmoid() if k == 1 else logits.softmax(-1)
+    torch.testing.assert_close(plain.weights, scores.gather(-1, plain.ids), rtol=1e-12, atol=0)
+    assert loads.max() < plain.ids.flatten().bincount().max()
+
+
 def test_forced_balance_gives_each_expert_as_many_tokens_and_jitter_is_off_in_evaluation():
     config = replace(TINY, moe_router_force_load_balancing=True, moe_input_jitter_eps=0.5)
     layer, x = of_tokens(config)

@@ -1,6 +1,7 @@
 """Examples for fine-tuning: forms, masks, packing, and what is said of lines that cannot be used."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,32 @@ def test_samples_do_not_depend_on_how_many_are_asked_for_and_an_epoch_has_each_e
     assert sorted(first) == sorted(second) == list(range(30)) and first != second
     alone = build(config_of(*map(Path, config.data_path), seq_length=100, sft_packing=False), tokenizer)
     assert len(alone) == 30
+
+
+def test_a_blend_takes_samples_of_each_file_by_its_weight(tmp_path: Path):
+    """Each file is packed alone, and repeated where the weights ask for more; with files of each split as with shares of one list."""
+    tokenizer = tokenizer_in(tmp_path)
+    paths = [write_lines(tmp_path / f"{i}.jsonl", chats(12)[i::2]) for i in range(2)]
+    words = ["3", str(paths[0]), "1", str(paths[1])]
+    blend = build(config_of(*words, seq_length=100), tokenizer, 20)
+    alone = [build(config_of(path, seq_length=100), tokenizer, 20) for path in paths]
+    files = {"data_path": None, "split": None, "train_data_path": words, "valid_data_path": [str(paths[1])]}
+    own = replace(config_of(*words, seq_length=100), **files)
+    train, valid, _ = build_sft_datasets(own, tokenizer, [20, 2, 0], 7, say=lambda line: None)
+    assert len(blend) == len(train) == 20 and len(valid.examples) == 6
+    counts = [0, 0]
+    for i in range(20):
+        which = int(blend.indices.dataset_index[i])
+        expected = alone[which][counts[which]]
+        assert all(np.array_equal(item[name], expected[name]) for item in (blend[i], train[i]) for name in expected)
+        counts[which] += 1
+    assert counts == [15, 5] and len(alone[0].examples) == 6
+    _, left_out, _ = build_sft_datasets(
+        config_of(*words, split="99,1,0"), tokenizer, [2, 2, 0], 7, say=lambda line: None
+    )
+    assert left_out is None
+    with pytest.raises(ConfigError, match="train: a blend with weights has no epoch"):
+        build(config_of(*words), tokenizer)
 
 
 def test_long_examples_are_cut_behind_whole_answers(tmp_path: Path):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.fused_layer_ops import activation_of
@@ -239,3 +240,6 @@ def _accumulate(
             total.zero_()
     grad_was_added(weight)
     return None
+
+
+__getattr__ = names_of_megatron(__name__)
