@@ -70,6 +70,20 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.utils": "get_model_config",
     },
     "megatron.core.transformer.enums": {"megatron.core.enums": "ModelType"},
+    "megatron.core.parallel_state": {
+        "megatron.core.transformer.moe.aux_losses_tracker": "get_moe_layer_wise_logging_tracker"
+    },
+    "megatron.core.transformer.moe.moe_utils": {
+        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.aux_losses_tracker": (
+            "clear_aux_losses_tracker get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks "
+            "save_to_aux_losses_tracker track_moe_metrics"
+        ),
+    },
+    "megatron.core.transformer.moe.router": {
+        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.aux_losses_tracker": "save_to_aux_losses_tracker",
+    },
     "megatron.core.transformer.moe.shared_experts": {"megatron.core.tensor_parallel": "get_cuda_rng_tracker"},
     "megatron.core.transformer.transformer_block": {
         "megatron.core.transformer.enums": "AttnMaskType",
@@ -331,7 +345,7 @@ NOT_BUILT: Mapping[str, str] = {
         "get_global_symmetric_memory_buffer get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group "
         "get_gtp_weight_remat_rank get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
         "get_inter_distributed_optimizer_instance_group get_inter_partial_data_parallel_group "
-        "get_intra_distributed_optimizer_instance_group get_moe_layer_wise_logging_tracker get_nccl_options "
+        "get_intra_distributed_optimizer_instance_group get_nccl_options "
         "get_pipeline_model_parallel_decoder_start get_tensor_and_context_parallel_rank "
         "get_tensor_and_context_parallel_world_size has_separate_all_gather_group is_inside_decoder "
         "is_inside_encoder is_pipeline_stage_at_split overwrite_nccl_comm_cfgs "
@@ -402,15 +416,15 @@ NOT_BUILT: Mapping[str, str] = {
         "MetricEntry MoEMetricsTracker destroy_moe_metrics_tracker get_moe_metrics_tracker set_moe_metrics_tracker"
     ),
     "megatron.core.transformer.moe.moe_utils": (
-        "MoEAuxLossAutoScaler MoECudaGraphPartialCaptureSignal MoECudaGraphTensorStore RandomSTE RandomSTEShared "
+        "MoECudaGraphPartialCaptureSignal MoECudaGraphTensorStore RandomSTE RandomSTEShared "
         "RouterGatingLinearFunction apply_biased_logits apply_random_logits apply_router_token_dropping "
-        "clear_aux_losses_tracker compute_routing_scores_for_aux_loss get_align_size_for_quantization "
-        "get_default_pg_collection get_moe_layer_wise_logging_tracker get_tokens_per_expert_and_token_count "
+        "compute_routing_scores_for_aux_loss get_align_size_for_quantization "
+        "get_default_pg_collection get_tokens_per_expert_and_token_count "
         "get_updated_expert_bias maybe_move_tensor_to_cpu maybe_skip_or_early_return_by_cudagraph pad_routing_map "
-        "permute qb_dual_update reduce_aux_losses_tracker_across_ranks router_gating_linear "
-        "save_to_aux_losses_tracker sequence_load_balancing_loss_func skip_routed_expert_padding sort_chunks_by_idxs "
+        "permute qb_dual_update router_gating_linear "
+        "sequence_load_balancing_loss_func skip_routed_expert_padding sort_chunks_by_idxs "
         "switch_load_balancing_loss_func topk_routing_with_score_function topk_softmax_with_capacity "
-        "track_moe_metrics unpermute"
+        "unpermute"
     ),
     "megatron.core.transformer.moe.router": "InferenceTopKRouter Router TopKRouter",
     "megatron.core.transformer.moe.router_replay": "RouterReplay RouterReplayAction",

@@ -26,10 +26,14 @@ from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Rows
-from megatron.core.tensor_parallel import linear_layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.linear_layers import TensorParallel, size_per_rank
+from megatron.core.tensor_parallel.linear_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    size_per_rank,
+)
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention, core_attention_flops
 from megatron.core.transformer.enums import AttnMaskType
@@ -83,7 +87,7 @@ class ParallelAttention(nn.Module):
         self.heads_per_group = heads // self.groups
         self.head_width = d
 
-        self.linear_qkv = linear_layers.ColumnParallelLinear(
+        self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (n + 2 * groups) * d,
             tp=tp,
@@ -115,7 +119,7 @@ class ParallelAttention(nn.Module):
         self.rotation = rotated_interleaved if config.rotary_interleaved else rotated
         self.compiled_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
 
-        self.linear_proj = linear_layers.RowParallelLinear(
+        self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_proj_bias
         )
 
@@ -273,7 +277,9 @@ class SelfAttention(ParallelAttention):
     tp must call. Raises NotImplementedError for inference_params and packed_seq_params.
     """
 
-    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only(
+        "attn_mask_type", cp_comm_type=None, pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME
+    )
     def __init__(
         self,
         config: Any,
@@ -382,7 +388,9 @@ class CrossAttention(ParallelCrossAttention):
     parts of a script's own.
     """
 
-    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only(
+        "attn_mask_type", cp_comm_type=None, pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME
+    )
     def __init__(
         self,
         config: Any,

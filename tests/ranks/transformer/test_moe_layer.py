@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_run import SEQ, TINY_LLAMA
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_losses import objective_of
@@ -247,3 +248,26 @@ def test_an_expert_without_rows_has_gradients_of_zero():
     layer.router.end_of_step()
     assert layer.router.tokens_of_last_step.tolist() == [SEQ, SEQ] + [0] * 6
     assert layer.router.idle_steps.tolist() == [0, 0] + [1] * 6
+
+
+def test_frozen_experts_save_no_rows_and_the_gradient_of_the_input_is_the_same():
+    layer, x = of_tokens(TINY)
+
+    def saved_and_gradient() -> tuple[int, Tensor]:
+        """The elements that are saved for the backward, and the gradient of x."""
+        saved: dict[int, Tensor] = {}
+
+        def keep(kept: Tensor) -> Tensor:
+            saved[kept.data_ptr()] = kept
+            return kept
+
+        with saved_tensors_hooks(keep, lambda kept: kept):
+            y = layer(x)
+        return sum(kept.numel() for kept in saved.values()), torch.autograd.grad(y.square().sum(), x)[0]
+
+    trained, expected = saved_and_gradient()
+    layer.experts.requires_grad_(False)
+    frozen, got = saved_and_gradient()
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    rows = SEQ * 2 * TINY.moe_router_topk
+    assert trained - frozen == rows * (TINY.hidden_size + TINY.moe_ffn_hidden_size), "the inputs of both products"

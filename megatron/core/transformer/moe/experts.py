@@ -148,7 +148,7 @@ class _GroupedProduct(torch.autograd.Function):
         grouped: bool,
     ) -> Tensor:
         """x: [rows, in], weight: [E, .., in] -> [rows, out]"""
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
         ctx.rest = counts, store, matmul, grouped
         if grouped:
@@ -160,7 +160,7 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """grad: [rows, out] -> the gradient of x [rows, in], and of the weight unless it is in `main_grad`.
 
-        Saved: x, and the weight for the gradient of x.
+        Saved: x, unless the weight is frozen, and the weight for the gradient of x.
         """
         x, weight = ctx.saved_tensors
         counts, store, matmul, grouped = ctx.rest
