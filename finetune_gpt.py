@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, add_flags, build, option
-from megatron.core.peft.lora_config import LoRAConfig
+from megatron.core.peft.lora_config import ALL_LINEAR, PARTS, LoRAConfig
 from megatron.training.arguments.parser import answer_help
 
 DEFAULTS = {"sft": True, "eval_iters": 0, "use_checkpoint_args": True, "micro_batch_size": 1}
@@ -46,6 +46,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.convert import open_any
 from megatron.convert.families.config_json import kind_of
+from megatron.convert.families.hf_family_table import Family
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import Pair, PeftFolder, base_of_state, fused_in_hf, read_peft_folder, targets_of
 from megatron.core import parallel_state
@@ -56,7 +57,7 @@ from megatron.core.peft.lora import add_lora
 from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training import get_args, get_runtime, pretrain
+from megatron.training import get_args, get_runtime, pretrain, print_rank_0
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.initialize import stop_with
 
@@ -77,7 +78,12 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
         values = values_of(peft_folder_of(lora.lora_adapter, args.pretrained_checkpoint)[0], lora)
     context = model.context
     whole = fused_in_hf("GPTModel", config, get_runtime().vocab_size)
-    names = add_lora(model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows)
+    others = linears_beside_experts(config)
+    names = add_lora(
+        model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows, elsewhere=others
+    )
+    if config.has_experts and pre_process and ALL_LINEAR in lora.lora_target_modules:
+        print_rank_0("--lora-target-modules all-linear: the experts' weights have no adapters, which are not built")
     wants_output_layer = not {"output_layer", "lm_head"}.isdisjoint(lora.lora_target_modules)
     if post_process and wants_output_layer and not any(name.endswith("output_layer") for name in names):
         raise ConfigError(
@@ -105,10 +111,10 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
                 "tools/lora.py --load DIR --base FOLDER --merge OUT"
             )
     if adapter is not None:
-        folder, model = peft_folder_of(adapter, value_of("--pretrained-checkpoint", argv))
+        folder, family, model = peft_folder_of(adapter, value_of("--pretrained-checkpoint", argv))
         lora = folder.lora
         defaults |= {"lora_rank": lora.lora_rank, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
-        defaults["lora_target_modules"] = targets_of(folder, model)
+        defaults["lora_target_modules"] = targets_of(folder, family, model)
     epochs = value_of("--epochs", argv)
     if epochs is not None:
         for flag in ("--train-iters", "--train-samples"):
@@ -135,15 +141,22 @@ def value_of(flag: str, argv: Sequence[str]) -> str | None:
     return value
 
 
-def peft_folder_of(folder: str, base: str | None) -> tuple[PeftFolder, ModelConfig]:
-    """Return the adapters of a PEFT folder for the model of --pretrained-checkpoint, and that model's settings."""
+def peft_folder_of(folder: str, base: str | None) -> tuple[PeftFolder, Family, ModelConfig]:
+    """Return the adapters of a PEFT folder for the model of --pretrained-checkpoint, that model's family and settings."""
     if base is None:
         raise ConfigError("--lora-adapter needs the base as --pretrained-checkpoint")
     state = open_any(path_of(base)).state
     config = ModelConfig(**state["config"]["transformer"])
     kind, _ = base_of_state(state)
     family = FAMILIES[kind or kind_of("GPTModel", config, state["vocab_size"])]
-    return read_peft_folder(Path(folder), family, config), config
+    return read_peft_folder(Path(folder), family, config), family, config
+
+
+def linears_beside_experts(config: ModelConfig) -> set[str]:
+    """Return the MLP's linears that layers with experts lack, if other layers of the model have them or a shared expert does."""
+    layers = range(config.num_layers)
+    has_dense = not all(map(config.is_moe_layer, layers)) or config.moe_shared_expert_intermediate_size is not None
+    return {"linear_fc1", *PARTS["linear_fc1"], "linear_fc2"} if config.has_experts and has_dense else set()
 
 
 def values_of(folder: PeftFolder, lora: LoRAConfig) -> Callable[[str, str], Pair]:

@@ -13,8 +13,9 @@ because tensors are assembled from their shards. Exit code 1 if there is damage 
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +79,8 @@ _COLUMNS = 64
 _SHADES = " .:-=+*#%@"  # by the share of elements that differ
 _SHOWN = 20  # number of differences of the state, and of tensors in a PNG
 _SQUARES = 8  # tensors of a picture
+_DOTS = 256  # most rows and columns of a tensor's square
+_NEARLY_ALL = 0.99  # share of the elements from which on it says nothing where a tensor differs
 
 
 def opened(folder: str, step: int | None) -> Checkpoint:
@@ -172,6 +175,18 @@ class Difference(NamedTuple):
     count: int
     mask: Tensor  # bool [rows, columns]: True where the tensors, as matrices, differ
     largest: float  # maximum of |a - b| over the finite differences
+    scale: float = 1.0  # maximum of |a| over its finite elements
+    gaps: Tensor | None = None  # [at most 256, at most 256]: the same maximum for each cell of a coarse grid
+
+    @property
+    def relative(self) -> float:
+        """The largest difference as a part of the tensor's largest element."""
+        return self.largest / self.scale if self.scale else float("inf")
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether some of the elements are equal, so that the places of the others say something."""
+        return self.count < _NEARLY_ALL * self.mask.numel()
 
     def __str__(self) -> str:
         total = self.mask.numel()
@@ -206,11 +221,12 @@ def difference(name: str, a: Tensor, b: Tensor, tolerance: float = 0.0) -> Diffe
         differs &= ~(gaps <= tolerance)  # so that a NaN counts
     if not bool(differs.any()):
         return None
-    gaps = gaps[differs]
-    finite_gaps = gaps[gaps.isfinite()]
+    finite_gaps = gaps[differs & gaps.isfinite()]
     largest = float(finite_gaps.max()) if finite_gaps.numel() else float("nan")
     num_rows = 1 if a.dim() < 2 else a.shape[0]
-    return Difference(name, int(differs.sum()), differs.view(num_rows, -1), largest)
+    finite = a.double().abs().nan_to_num(0, 0, 0)
+    gap_cells = coarse(gaps.nan_to_num(0, 0, 0).view(num_rows, -1), _DOTS, _DOTS, torch.amax)
+    return Difference(name, int(differs.sum()), differs.view(num_rows, -1), largest, float(finite.max()), gap_cells)
 
 
 def picture(mask: Tensor) -> list[str]:
@@ -230,11 +246,18 @@ def shares(mask: Tensor, max_rows: int, max_columns: int) -> Tensor:
 
     mask: bool [rows, columns] -> float64 [at most max_rows, at most max_columns]
     """
-    cells = mask.double()
+    return coarse(mask.double(), max_rows, max_columns, torch.mean)
+
+
+def coarse(x: Tensor, max_rows: int, max_columns: int, of_cell: Callable[..., Tensor]) -> Tensor:
+    """Return one number for each cell of a coarse grid over a matrix: [at most max_rows, at most max_columns].
+
+    of_cell: torch.mean, torch.amax.
+    """
     for dim, max_size in ((0, max_rows), (1, max_columns)):
-        parts = cells.tensor_split(min(max_size, cells.shape[dim]), dim)
-        cells = torch.cat([part.mean(dim, keepdim=True) for part in parts], dim)
-    return cells
+        parts = x.tensor_split(min(max_size, x.shape[dim]), dim)
+        x = torch.cat([of_cell(part, dim, keepdim=True) for part in parts], dim)
+    return x
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, pattern: str, tolerance: float = 0.0) -> Iterator[str | Difference]:
@@ -281,59 +304,81 @@ def state_differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
 
 
 def draw(differences: list[Difference], path: str) -> None:
-    """Draw into one PNG how much of each tensor differs, and where in those tensors that differ in parts.
+    """Draw into one PNG how much of each tensor differs, by how much, and where.
 
-    The first 20 tensors have a bar, the first 8 of those that differ in parts a square: a tensor that differs almost
-    everywhere would be a square of one colour.
+    20 tensors have bars, in the order of the model: those that differ in parts, then those of the largest relative
+    difference, the model's before the optimizer's. A square shows where a tensor differs, if that is in parts; where all
+    differ almost everywhere, squares show by how much.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.colors import LogNorm
 
-    shown = differences[:_SHOWN]
-    in_parts = [item for item in differences if item.count < 0.99 * item.mask.numel()][:_SQUARES]
-    columns = min(4, len(in_parts))
-    rows = -(-len(in_parts) // columns) if in_parts else 0
+    def weight(item: Difference) -> tuple[bool, bool, float]:
+        relative = item.relative if isfinite(item.relative) else -inf
+        return item.is_in_parts, item.name.startswith("model/"), relative
+
+    largest = sorted(differences, key=weight, reverse=True)[:_SHOWN]
+    shown = [item for item in differences if any(item is one for one in largest)]
+    squares = [item for item in differences if item.is_in_parts][:_SQUARES]
+    shows_places = bool(squares)
+    if not shows_places:
+        squares = [item for item in largest if item.mask.shape[0] > 1 and item.largest > 0][:_SQUARES]
+    columns = min(4, len(squares))
+    rows = -(-len(squares) // columns) if squares else 0
     bars_height = 1 + 0.25 * len(shown)
-    figure = pyplot.figure(figsize=(max(10, 4 * columns), bars_height + 3.2 * rows), layout="constrained")
+    figure = pyplot.figure(figsize=(max(12, 4 * columns), bars_height + 3.2 * rows), layout="constrained")
     parts = figure.subfigures(
         2 if rows else 1, 1, height_ratios=[bars_height, 3.2 * rows] if rows else None, squeeze=False
     )
 
-    # a bar for each tensor
-    bars = parts[0, 0].subplots()
-    names = [item.name for item in reversed(shown)]  # bars are drawn from below
-    percents = [100 * item.count / item.mask.numel() for item in reversed(shown)]
-    drawn = bars.barh(range(len(names)), percents)
-    bars.bar_label(drawn, [f"by at most {item.largest:.3g}" for item in reversed(shown)], fontsize=7, padding=3)
-    bars.set_yticks(range(len(names)), names, fontsize=7)
-    more = f"; {len(differences) - len(shown)} more differ" if len(differences) > len(shown) else ""
-    bars.set(xlim=(0, 140), xlabel=f"elements that differ, in % of the tensor{more}")
-    bars.set_xticks(range(0, 101, 20))
+    # two bars for each tensor: how many of its elements differ, and by how much
+    how_many, by_how_much = parts[0, 0].subplots(1, 2, sharey=True)
+    places = range(len(shown), 0, -1)  # bars are drawn from below
+    how_many.barh(places, [100 * item.count / item.mask.numel() for item in shown])
+    how_many.set_yticks(places, [item.name for item in shown], fontsize=7)
+    more = f"\n{len(differences) - len(shown)} more differ" if len(differences) > len(shown) else ""
+    how_many.set(xlim=(0, 100), xlabel=f"elements that differ, in % of the tensor{more}")
+    relative = [item.relative if isfinite(item.relative) else 0 for item in shown]
+    drawn = by_how_much.barh(places, relative, color="tab:orange")
+    by_how_much.bar_label(drawn, [f"{item.largest:.3g}" for item in shown], fontsize=7, padding=3)
+    by_how_much.set(xlabel="largest difference / largest element of the tensor\nbeside each bar: the difference")
+    if any(relative):
+        least = min(filter(None, relative))
+        by_how_much.set_xscale("log")
+        by_how_much.set_xlim(least / 3, max(relative) * 10)
 
-    # a square for each tensor that differs in parts
+    # a square for each tensor that differs in parts, or else the sizes of its differences
     if rows:
         grid = parts[1, 0].subplots(rows, columns, squeeze=False)
-        for axes in grid.flat[len(in_parts) :]:
+        for axes in grid.flat[len(squares) :]:
             axes.set_visible(False)
-        for axes, item in zip(grid.flat, in_parts):
-            cells = shares(item.mask, 256, 256).numpy()
+        values = [
+            100 * shares(item.mask, _DOTS, _DOTS) if shows_places else item.gaps / (item.scale or 1) for item in squares
+        ]
+        scale: dict[str, Any] = {"vmin": 0, "vmax": 100}
+        label = "elements that differ, in % of a dot"
+        if not shows_places:
+            top = max(float(cells.max()) for cells in values)
+            scale = {"norm": LogNorm(top / 1000, top, clip=True)}
+            label = "largest difference of a dot,\nas a part of the tensor's largest element"
+        for axes, item, cells in zip(grid.flat, squares, values, strict=False):
             num_rows, num_columns = item.mask.shape
             image = axes.imshow(
-                100 * cells,
+                cells.numpy(),
                 cmap="viridis",
-                vmin=0,
-                vmax=100,
                 aspect="auto",
                 interpolation="nearest",
                 extent=(0, num_columns, num_rows, 0),
+                **scale,
             )
             axes.set_title(item.name.replace("/", "/\n"), fontsize=7)
             axes.set_xlabel("column", fontsize=7)
             axes.set_ylabel("row", fontsize=7)
             axes.tick_params(labelsize=6)
-        parts[1, 0].colorbar(image, ax=grid, label="elements that differ, in % of a dot", shrink=0.8)
+        parts[1, 0].colorbar(image, ax=grid, label=label, shrink=0.8)
     with naming_flag("--png", path, "choose a file that can be written"):
         figure.savefig(path, dpi=100, format="png")
     pyplot.close(figure)
@@ -355,10 +400,12 @@ def compare(a: Checkpoint, b: Checkpoint, config: CheckpointInspectConfig) -> bo
     print(f"compared with {b.folder}: {verdict}{beyond}")
     for line in lines:
         print(line)
-    for number, item in enumerate(differences):
+    pictures = 0
+    for item in differences:
         print(item)
-        if number < config.max_pictures:
+        if item.is_in_parts and pictures < config.max_pictures:  # else every character would be the same
             print("\n".join(picture(item.mask)))
+            pictures += 1
 
     # states
     state_lines = list(state_differences(a.state, b.state))

@@ -3,8 +3,8 @@
     python tools/data_plan.py --data-path 0.7 data/books_text_document 0.3 data/wiki_text_document \
         --seq-length 1024 --global-batch-size 256 --train-iters 10000
 
-The data flags are those of training. Plans the training split, and with --eval-iters the others too. Builds and writes
-nothing.
+The flags are those of training, with its defaults. Validation and test need --global-batch-size; --eval-iters 0 leaves them
+out. Builds and writes nothing.
 --yaml-cfg FILE reads them from the file of a training run, whose other settings change no plan. BERT's and T5's samples are
 counted by tools/prepare_cache.py, which builds their index.
 """
@@ -23,6 +23,7 @@ from megatron.core.base.dataclass_flags import (
     Count,
     FlagConfig,
     FlagParser,
+    WholeNumber,
     option,
     option_fields,
     read_flags,
@@ -34,6 +35,8 @@ from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.planned_data_usage import DataUsage, total
 from tools.errors import run_tool
 
+EVAL_ITERS = 100  # of a training run
+
 
 @dataclass(frozen=True)
 class PlanConfig(FlagConfig):
@@ -43,7 +46,17 @@ class PlanConfig(FlagConfig):
     train_iters: Count | None = option(None, "training iterations")
     train_samples: Count | None = option(None, "number of training samples, instead of --train-iters")
     eval_interval: int = option(1000, "iterations between validations; 0: validate only after training")
-    eval_iters: int = option(0, "global batches per validation; 0: plan the training split only")
+    eval_iters: WholeNumber | None = option(
+        None,
+        f"global batches per validation; 0: plan the training split only; default: {EVAL_ITERS}, as in training, with "
+        "--global-batch-size",
+    )
+    eval_global_batch_size: Count | None = option(
+        None, "samples per global batch of validation and test; default: --global-batch-size"
+    )
+    start_eval_at_iter: Count | None = option(
+        None, "no validation before this iteration; default: from the first --eval-interval on"
+    )
 
     def problems(self) -> Iterator[str]:
         if (self.train_iters is None) == (self.train_samples is None):
@@ -55,8 +68,22 @@ class PlanConfig(FlagConfig):
         """Return the samples of the training, validation and test split; None for all samples of the split."""
         batch_size = self.global_batch_size or 1
         iters = self.train_iters or self.train_samples // batch_size
-        train, valid, test = requested_samples(iters, self.eval_interval, self.eval_iters, batch_size)
+        train, valid, test = requested_samples(
+            iters,
+            self.eval_interval,
+            self.batches_per_validation,
+            batch_size,
+            eval_batch_size=self.eval_global_batch_size,
+            start_eval_at_iter=self.start_eval_at_iter,
+        )
         return [self.train_samples or train, None if data.full_validation else valid, test]
+
+    @property
+    def batches_per_validation(self) -> int:
+        """The value of --eval-iters; 0 if neither it nor the size of a batch is given."""
+        if self.eval_iters is None:
+            return EVAL_ITERS if self.global_batch_size else 0
+        return self.eval_iters
 
 
 def plan(config: PlanConfig, data: DataConfig) -> str:
@@ -73,7 +100,8 @@ def plan(config: PlanConfig, data: DataConfig) -> str:
     if not plans[0]:
         raise ValueError(f"--split {data.split_shares} leaves nothing to training")
     if not any(plans[1:]):
-        return table(plans[0])  # only the training split
+        is_asked = config.eval_iters == 0 or config.global_batch_size
+        return table(plans[0]) + ("" if is_asked else "\nvalidation and test are not planned: give --global-batch-size")
     return "\n\n".join(f"{split}\n{table(usages)}" for split, usages in zip(SPLIT_NAMES, plans) if usages)
 
 

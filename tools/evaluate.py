@@ -82,6 +82,12 @@ class EvaluateConfig(FlagConfig):
     cp_comm_type: list[str] = option(
         ["p2p"], "communication of context-parallel attention, as in training", metavar="TYPE"
     )
+    expert_model_parallel_size: Count = option(
+        1, "expert-parallel ranks; if they are more than the others of a stage, several replicas score the same texts"
+    )
+    expert_tensor_parallel_size: Count | None = option(
+        None, "ranks that shard each expert; default: --tensor-model-parallel-size"
+    )
     hierarchical_context_parallel_sizes: list[int] | None = option(
         None, "two numbers for --cp-comm-type a2a+p2p, as in training"
     )
@@ -118,7 +124,7 @@ from megatron.core import parallel_state
 from megatron.core.base.lazy_imports import optional_package
 from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
 from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
-from megatron.core.inference import notes_on_checkpoint, read_saved_settings
+from megatron.core.inference import notes_on_checkpoint, read_saved_settings, replicas_of_experts
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.rank_grid import Axis
@@ -153,12 +159,21 @@ def read_settings(arguments: list[str] | None) -> Settings:
 
     # a whole number of replicas
     world_size = parallel_state.launched_world_size()
-    replica_size = prod(getattr(evaluation, name) for name in LAYOUT_SIZES)
+    sharers = replicas_of_experts(
+        evaluation.tensor_model_parallel_size,
+        evaluation.context_parallel_size,
+        evaluation.expert_model_parallel_size,
+        evaluation.expert_tensor_parallel_size,
+    )
+    replica_size = prod(getattr(evaluation, name) for name in LAYOUT_SIZES) * sharers
     if world_size % replica_size:
+        experts = ""
+        if sharers > 1:
+            experts = f" x {sharers} replicas, which --expert-model-parallel-size {evaluation.expert_model_parallel_size} needs,"
         raise ConfigError(
             f"{world_size} process(es), and a replica of --tensor-model-parallel-size {evaluation.tensor_model_parallel_size} x "
             f"--pipeline-model-parallel-size {evaluation.pipeline_model_parallel_size} x --context-parallel-size "
-            f"{evaluation.context_parallel_size} takes {replica_size}; start a multiple of that"
+            f"{evaluation.context_parallel_size}{experts} takes {replica_size}; start a multiple of that"
         )
     if evaluation.output is not None and not (folder := Path(evaluation.output).resolve().parent).is_dir():
         raise ConfigError(

@@ -133,6 +133,7 @@ from megatron.core.inference import (
     load_t5,
     notes_on_checkpoint,
     read_saved_settings,
+    replicas_of_experts,
 )
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
@@ -181,7 +182,12 @@ def read_settings(arguments: list[str] | None) -> Settings:
 
     # one process for each rank of the layout
     world_size = parallel_state.launched_world_size()
-    replicas = replicas_of(generation)
+    replicas = replicas_of_experts(
+        generation.tensor_model_parallel_size,
+        generation.context_parallel_size,
+        generation.expert_model_parallel_size,
+        generation.expert_tensor_parallel_size,
+    )
     needed_world_size = prod(getattr(generation, name) for name in LAYOUT_SIZES) * replicas
     if world_size != needed_world_size:
         tp_size = generation.tensor_model_parallel_size
@@ -202,14 +208,6 @@ def read_settings(arguments: list[str] | None) -> Settings:
         local_rank = parallel_state.launched_local_rank()
     device = Device.select(generation.device, local_rank)
     return Settings(generation, sampling, tokenizer_flags, device, script)
-
-
-def replicas_of(settings: GenerateConfig) -> int:
-    """Return how many replicas of the other layers the ranks of the experts are. They generate the same texts."""
-    ranks = settings.tensor_model_parallel_size * settings.context_parallel_size  # of a stage
-    etp = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
-    experts = settings.expert_model_parallel_size * etp
-    return experts // ranks if experts > ranks and experts % ranks == 0 else 1
 
 
 # ---------------------------------------------------------------- the model

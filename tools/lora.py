@@ -98,7 +98,13 @@ def export(config: LoRAToolConfig, out: Path) -> int:
     lora = build(LoRAConfig, values)
     known_kind, folder = base_of_state(state)
     kind = kind_of(state["model"], model, state["vocab_size"], config.model_type or known_kind)
-    write_peft_folder(out, pairs, lora, FAMILIES[kind], model, base=config.base or folder)
+    ambiguous = write_peft_folder(out, pairs, lora, FAMILIES[kind], model, base=config.base or folder)
+    if ambiguous and config.save_peft is not None:
+        others = " and others" if len(ambiguous) > 1 else ""
+        print(
+            f"WARNING: {ambiguous[0]}{others} is named as experts' matrices are, and PEFT 0.21 with transformers 5 takes it for "
+            "theirs in some families, such as qwen3_moe; use the folder that --merge writes there"
+        )
     return len(pairs)
 
 

@@ -28,7 +28,13 @@ from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
 from megatron.core.base.user_error_or_bug import is_user_error
 from megatron.core.pipeline_parallel.schedule.actions import Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
-from megatron.core.pipeline_parallel.schedule.plot import Timeline, chrome_trace, plot_svg_of_several, plot_text
+from megatron.core.pipeline_parallel.schedule.plot import (
+    Timeline,
+    chrome_trace,
+    forward_of_rank,
+    plot_svg_of_several,
+    plot_text,
+)
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES, default_chunks
 from megatron.core.pipeline_parallel.schedule.simulate import (
     DEFAULT_COST,
@@ -235,7 +241,9 @@ def report(config: PlotConfig, drawn: Drawn, cell: float) -> Iterator[str]:
         bubble_form = "none known"
     live_form = "none known" if theoretical_live is None else _listed(theoretical_live)
     share_of_rank = f", each 1/{v} of a rank's" if v > 1 else ""
-    yield f"time         {max(simulate(schedule, cost, transfer).end.values()):g}"
+    time = max(simulate(schedule, cost, transfer).end.values())
+    forward = forward_of_rank(schedule, cost)
+    yield f"time         {time:g} ({time / forward:g} forwards of a rank's layers)"
     yield f"bubble       {bubble(schedule, cost, transfer):.2%} of the compute (closed form: {bubble_form})"
     yield (
         f"activations  {_listed(peak_live(schedule))} alive at most, by rank (closed form: {live_form}){share_of_rank}"
@@ -326,7 +334,9 @@ draws a schedule at sizes of your own:
     python tools/plot_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --microbatches 8
 
 Several schedules are drawn under one another on one axis of time, in which all ranks have the same layers: a chunk of v takes
-1/v of a rank's time. The ending of `--svg` says whether an SVG or a PNG is written.
+1/v of a rank's time. Drawn alone, and below, a schedule has a unit of its own, in which the forward of one chunk takes 1; the
+line `time` gives it in forwards of a rank's layers too, and these compare. The ending of `--svg` says whether an SVG or a PNG
+is written.
 
     python tools/plot_schedule.py --schedule 1f1b interleaved zb-h1 zb-v --svg schedules.svg
 

@@ -77,13 +77,21 @@ class LinearInHF(NamedTuple):
 
 
 def linears_in_hf(family: Family, model: ModelConfig) -> Iterator[LinearInHF]:
-    """Yield the linears of a model that adapters may be on: those of the layers, and the output layer's."""
+    """Yield the linears of a model that adapters may be on: those of the layers without experts' stacked weights, and the
+    output layer's."""
     for mapping in param_mappings(family, model):
         module, _, name = mapping.param.rpartition(".")
         last = module.rsplit(".", 1)[-1]
+        if ".experts." in module:
+            continue
         if name == "weight" and (last.startswith("linear_") or last == "output_layer"):
             modules = tuple(name.removesuffix(".weight") for name in mapping.hf_params)
             yield LinearInHF(module, mapping.operation, modules)
+
+
+def has_conv1d(family: Family, model: ModelConfig) -> bool:
+    """Whether linears are transformers' Conv1D, as GPT-2's. Stacked experts that are stored transposed are none."""
+    return any(linear.operation in _FORWARD for linear in linears_in_hf(family, model))
 
 
 def fused_in_hf(model_class: str, model: ModelConfig, vocab_size: int) -> set[str]:
@@ -147,6 +155,7 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
         if not all(name in header for name in names):
             return None
         left.difference_update(names)
+        left.discard(f"{_PREFIX}{module}.base_layer.weight")  # PEFT adds the frozen weight of an output layer
         return Pair(*(_read(path, header[name]) for name in names))
 
     heads = head_counts_of(model)
@@ -160,6 +169,10 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
             if len(linear.modules) == 1:
                 pair = Pair(pair.a, _fuse(linear.operation, heads, pair.b))
             pairs[linear.linear, part] = pair
+    if of_experts := sorted(name for name in left if ".experts." in name):
+        raise ConfigError(
+            f"{path} adapts experts, such as {of_experts[0]}; adapters of experts are not built: merge it with PEFT first"
+        )
     if left or not pairs:
         shown = ", ".join(sorted(left)[:3])
         raise ConfigError(
@@ -171,13 +184,18 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
     return PeftFolder(folder, lora, pairs)
 
 
-def targets_of(folder: PeftFolder, model: ModelConfig) -> list[str]:
+def targets_of(folder: PeftFolder, family: Family, model: ModelConfig) -> list[str]:
     """Return the --lora-target-modules of a folder. Raises ConfigError where some layers have other adapters than others."""
     counts: dict[str, int] = {}
+    linears: dict[str, set[str]] = {}  # all of the model, with an adapter or without
+    for linear in linears_in_hf(family, model):
+        linears.setdefault(linear.linear.rsplit(".", 1)[-1], set()).add(linear.linear)
+    last: dict[str, str] = {}
     for linear, part in folder.pairs:
         name = part or linear.rsplit(".", 1)[-1]
+        last[name] = linear.rsplit(".", 1)[-1]
         counts[name] = counts.get(name, 0) + 1
-    uneven = [name for name, count in counts.items() if count != (1 if name == "output_layer" else model.num_layers)]
+    uneven = [name for name, count in counts.items() if count != len(linears[last[name]])]
     if uneven:
         raise ConfigError(
             f"{folder.folder} has adapters of {', '.join(uneven)} on some layers alone, which is not built; merge it with "
@@ -216,9 +234,11 @@ def write_peft_folder(
     model: ModelConfig,
     *,
     base: str | None = None,
-) -> None:
+) -> list[str]:
     """Write adapters, (our linear, part) -> pair, as a folder that must not exist.
 
+    Returns the adapted modules whose last name component is also that of experts' matrices: they are targets by their whole
+    names. Source: PEFT 0.21 with transformers 5 takes even these for the experts' in families such as qwen3_moe.
     base: the folder or name of the base, which PEFT's AutoPeftModel loads. Raises ConfigError for adapters on linears that
     transformers' model does not have.
     """
@@ -236,6 +256,14 @@ def write_peft_folder(
             ranks[module] = pair.a.shape[0]
     if left:
         raise ConfigError(f"adapters of {', '.join(name for name, _ in list(left)[:3])} have no place in this family")
+    of_experts = {
+        name.removesuffix(".weight").rsplit(".", 1)[-1]
+        for mapping in param_mappings(family, model)
+        if ".experts." in mapping.param
+        for name in mapping.hf_params
+    }
+    ambiguous = [module for module in ranks if module.rsplit(".", 1)[-1] in of_experts]
+    targets = {module if module in ambiguous else module.rsplit(".", 1)[-1] for module in ranks}
     other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.lora_rank}
     config = {
         "peft_type": "LORA",
@@ -245,10 +273,10 @@ def write_peft_folder(
         "lora_alpha": int(lora.lora_alpha) if lora.lora_alpha.is_integer() else lora.lora_alpha,
         "lora_dropout": lora.lora_dropout,
         "bias": "none",
-        "fan_in_fan_out": any(linear.operation.endswith("transpose") for linear in linears_in_hf(family, model)),
+        "fan_in_fan_out": has_conv1d(family, model),
         "inference_mode": True,
         "init_lora_weights": True,
-        "target_modules": sorted({module.rsplit(".", 1)[-1] for module in ranks}),
+        "target_modules": sorted(targets),
         "use_rslora": lora.use_rslora,
         "modules_to_save": None,
         "rank_pattern": other_ranks,
@@ -263,6 +291,7 @@ def write_peft_folder(
     (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     _write_tensors(partial / ADAPTER, tensors)
     os.rename(partial, out)
+    return ambiguous
 
 
 def _pairs_in_hf(linear: LinearInHF, own: Mapping[str, Pair], heads: HeadCounts) -> Iterator[tuple[str, Pair]]:
@@ -321,8 +350,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int:
     """Write `base`, a Hugging Face folder, with an adapter added to its weights; return the number of weights changed.
 
-    Products and sums are float32 and rounded once. sign -1: subtracted. The other files are copied. A tensor at a time is in
-    memory. Raises ConfigError for an adapter of another base, before anything is written.
+    Products and sums are float32 or wider and rounded once. sign -1: subtracted. The other files are copied. A tensor at a
+    time is in memory. Raises ConfigError for an adapter of another base, before anything is written.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give a folder that does not exist")
@@ -373,11 +402,13 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int
             for name, tensor in tensors.items():
                 weight = _read(base / file, tensor)
                 if name in weights:
+                    wide = torch.promote_types(weight.dtype, torch.float32)
                     a, b = (
-                        _read(path, header[f"{_PREFIX}{weights[name]}.lora_{factor}.weight"]).float() for factor in "AB"
+                        _read(path, header[f"{_PREFIX}{weights[name]}.lora_{factor}.weight"]).to(wide)
+                        for factor in "AB"
                     )
                     delta = scale * (b @ a)  # [out, in]
-                    weight = (weight.float() + (delta.T if is_transposed else delta)).to(weight.dtype)
+                    weight = (weight.to(wide) + (delta.T if is_transposed else delta)).to(weight.dtype)
                 target.write(bytes_of_tensor(weight.contiguous()))
             target.flush()
             os.fsync(target.fileno())

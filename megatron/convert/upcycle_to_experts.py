@@ -64,9 +64,8 @@ class Upcycling:
                 problems.append(f"{flag} {value} must be a multiple of --moe-upcycling-granularity {parts}; change one")
         if not config.has_experts:
             problems.append(f"--num-experts {config.num_experts} is no mixture; give at least 2")
-        if config.moe_router_pre_softmax or (
-            config.moe_router_score_function != "softmax" and config.moe_router_topk == 1
-        ):
+        score_function, pre_softmax = config.router_weights
+        if pre_softmax or (score_function != "softmax" and config.moe_router_topk == 1):
             problems.append(
                 "the weights of a token's experts do not add up to 1 with --moe-router-pre-softmax, nor those of one expert "
                 "with other scores, so the model would not begin as the dense one; leave it out"

@@ -212,7 +212,7 @@ def _further_arguments(thing: Any, signature: inspect.Signature) -> tuple[dict[s
     if catch_all[0] not in _REFUSING:
         return defaults_only, None
     tables = vars(importlib.import_module(inspect.unwrap(holder).__module__))
-    names = {"tp_comm_buffer_name"}
+    names = {"tp_comm_buffer_name", "tp_group"}
     for table in ("_WITHOUT_EFFECT", "_IGNORED_VALUES", "_NOT_BUILT"):
         names.update(tables.get(table, ()))
     if isinstance(tables.get("_NOT_BUILT"), dict):

@@ -13,6 +13,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.ops.attention.masks import Documents
 from megatron.core.parallel import collectives
+from megatron.core.process_groups_config import OWN_CP_GROUP
 from megatron.core.tensor_parallel import batch_on_this_rank
 from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import plain_cross_entropy_of
@@ -86,7 +87,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     return {name: batch[name] for name in NAMES}
 
 
-@accepts_defaults_only(cp_group=None)
+@accepts_defaults_only(cp_group=OWN_CP_GROUP)
 def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """Return this context-parallel rank's part of each sample, as core's function of this name does."""
     return batch_on_this_rank.get_batch_on_this_cp_rank(batch)

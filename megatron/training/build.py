@@ -22,6 +22,7 @@ from megatron.core.optimizer.lr_schedule import AnySchedule, learning_rate_sched
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
+from megatron.core.process_groups_config import OWN_GROUPS
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, make_chunks, wrap_in_ddp
 from megatron.training.checkpointing.initialize_from_weights import initialize_from_weights
@@ -207,7 +208,7 @@ def build_train_valid_test_data_iterators(
     return iterate(datasets[0], training.micro_batch_size), valid, iterate(datasets[2])
 
 
-@accepts_defaults_only(wrap_with_ddp=True, config=None, pg_collection=None)
+@accepts_defaults_only(wrap_with_ddp=True, config=None, pg_collection=OWN_GROUPS)
 def get_model(
     model_provider_func: ModelProvider, model_type: ModelType = ModelType.encoder_or_decoder
 ) -> list[nn.Module]:

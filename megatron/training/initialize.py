@@ -267,6 +267,7 @@ def parse_and_check_settings(
     launch = Launch() if parallel_state.has_joined() else discover(os.environ)
     notes += share_cores(launch)
     notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
+    notes += reason_lines("no effect here", rules.without_effect(config))
     notes += _notes_of_settings(config, world_size)
     if tokenizer is not None:
         note = ids_without_row_note(tokenizer, vocab_size_of(config, tokenizer))

@@ -35,7 +35,14 @@ from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.distributed.sync_and_gather_params import full_state_dict, sync_module_states
 from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.ops.aux_losses import AuxLoss, AuxLossMeans, AuxLossTotals, declared_aux_losses, objective_of
+from megatron.core.ops.aux_losses import (
+    AuxLoss,
+    AuxLossMeans,
+    AuxLossTotals,
+    MoEAuxLossAutoScaler,
+    declared_aux_losses,
+    objective_of,
+)
 from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.optimizer import FlatOptimizer, flat_optimizer_with_param_groups
 from megatron.core.optimizer.flat_optimizer_with_param_groups import FlatOptimizerWithParamGroups
@@ -220,6 +227,7 @@ class Engine(nn.Module):
         aux_objective = objective_of(self._collected_aux_losses)  # []
         if aux_objective is not None:  # in the same backward: a second one would compute recomputed layers twice
             roots.append(aux_objective * factor)
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor, dtype=torch.float64))
         if self._aux_totals is not None:
             self._aux_totals.add(self._collected_aux_losses)
         self._collected_aux_losses = []

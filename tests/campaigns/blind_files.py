@@ -19,7 +19,7 @@ import random
 import subprocess
 from pathlib import Path
 
-SEED = 20261203
+SEED = 20261204
 OF_EACH = 20
 LEAST_LINES = 5  # a file of fewer lines of code only passes names on
 

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import sys
 import tempfile
 import threading
@@ -182,6 +183,7 @@ def run_file(file: Path, root: Path, flags: list[str] | None) -> dict[str, Any]:
     read, write = os.pipe()
     child = os.fork()
     if not child:
+        os.setsid()  # its processes are a group, which ends with it: a worker left over would keep the pipe open
         said = os.open(os.devnull, os.O_WRONLY)
         os.dup2(said, 1)
         os.dup2(said, 2)
@@ -198,7 +200,7 @@ def run_file(file: Path, root: Path, flags: list[str] | None) -> dict[str, Any]:
             answer.update(missing=sorted(watch.missing), found=sorted(watch.found), ended=ended)
             with os.fdopen(write, "w") as pipe:
                 json.dump(answer, pipe)
-            os._exit(0)
+            os.killpg(0, signal.SIGKILL)
 
         timer = threading.Timer(SECONDS, tell)  # a signal would not end a wait for other processes
         timer.daemon = True

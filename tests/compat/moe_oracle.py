@@ -3,7 +3,7 @@
     TORCHDYNAMO_DISABLE=1 python -I moe_oracle.py FOLDER CASES.pt ANSWERS.pt
 
 A script of its own, in a process of its own: that package is called `megatron`, as ours is. A case is a dict: options
-(Megatron's names), x and factors [s, b, h], weights by the names of `named_weights`, expert_bias [E] or None.
+(Megatron's names), x and factors [s, b, h], size: samples of a microbatch, weights by the names of `named_weights`, expert_bias [E] or None.
 """
 
 import contextlib
@@ -150,14 +150,14 @@ def answer(case: dict) -> dict:
         if case["expert_bias"] is not None:
             layer.router.expert_bias.copy_(case["expert_bias"])
     x, factors = case["x"].clone().requires_grad_(), case["factors"]
-    samples = x.shape[1]
-    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / samples))
+    samples, size = x.shape[1], case["size"]
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(size / samples))
     recorded.clear()
     outputs = []
-    for i in range(samples):
-        y, bias = layer(x[:, i : i + 1])
+    for i in range(0, samples, size):
+        y, bias = layer(x[:, i : i + size])
         outputs.append(y if bias is None else y + bias)
-        (outputs[-1] * factors[:, i : i + 1]).sum().div(factors.numel()).backward()
+        (outputs[-1] * factors[:, i : i + size]).sum().div(factors.numel()).backward()
     found = {"output": torch.cat(outputs, 1).detach(), "input": x.grad}
     for name, parameters in named.items():
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

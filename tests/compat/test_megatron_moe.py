@@ -48,6 +48,7 @@ SQRT_SOFTPLUS = {"moe_router_score_function": "sqrtsoftplus"}
 BIASED = {"moe_router_enable_expert_bias": True}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
 PRE = {"moe_router_pre_softmax": True}
+SINKHORN = {"moe_router_load_balancing_type": ["sinkhorn"]}
 SHARED = {"moe_shared_expert_intermediate_size": 24}
 GATED = {**SHARED, "moe_shared_expert_gate": True}
 
@@ -88,6 +89,11 @@ CASES: dict[str, dict[str, Any]] = {
     "losses of sqrtsoftplus": {**SQRT_SOFTPLUS, **losses("aux_loss")},
     "losses of groups": {**PRE, **GROUPS, **losses("aux_loss")},
     "z-loss": {"moe_z_loss_coeff": 0.1},
+    "sinkhorn": {**SINKHORN, "moe_router_topk": 1},
+    "sinkhorn of two, z-loss": {**SINKHORN, "moe_z_loss_coeff": 0.1},
+    "sinkhorn of a microbatch": SINKHORN,
+    "sigmoid, softmax of all": {**SIGMOID, **PRE},
+    "sigmoid, softmax of all, groups": {**SIGMOID, **PRE, **GROUPS},
     **{
         f"capacity {factor}, {policy}{', padded' * pad}": capacity(factor, policy, pad)
         for factor in (0.5, 1.0)
@@ -97,6 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
     "capacity of sigmoid with bias and losses": {**SIGMOID, **BIASED, **capacity(0.75), **losses("aux_loss")},
     "a large capacity": capacity(8.0),
 }
+SAMPLES_OF_MICROBATCH = {"sinkhorn of a microbatch": SAMPLES}  # of the others 1
 DISPATCHERS = "allgather", "alltoall"
 SINCE_0_19 = {"sqrtsoftplus, bias", "losses of sqrtsoftplus"}
 
@@ -118,18 +125,19 @@ def ours_of(options: dict[str, Any]) -> tuple[ParallelMoE, Tensor, Tensor]:
     return layer, x, factors
 
 
-def answer(layer: ParallelMoE, x: Tensor, factors: Tensor) -> dict[str, Tensor]:
-    """Output, gradients, auxiliary losses of each sample, counts and next bias, in one step of microbatches of a sample."""
+def answer(layer: ParallelMoE, x: Tensor, factors: Tensor, size: int = 1) -> dict[str, Tensor]:
+    """Output, gradients, auxiliary losses, counts and next bias, in one step of microbatches of `size` samples."""
     x = x.requires_grad_()
     found: dict[str, Any] = {}
     outputs = []
-    for i in range(SAMPLES):
-        layer.context.keys.samples = (i,)
+    for i in range(0, SAMPLES, size):
+        here = slice(i, i + size)
+        layer.context.keys.samples = tuple(range(SAMPLES))[here]
         with layer.context.aux_losses.collecting() as collected:
-            outputs.append(layer(x[:, i : i + 1]))
-        objective = (outputs[-1] * factors[:, i : i + 1]).sum() / factors.numel()
+            outputs.append(layer(x[:, here]))
+        objective = (outputs[-1] * factors[:, here]).sum() / factors.numel()
         aux = objective_of(collected)
-        (objective if aux is None else objective + aux / SAMPLES).backward()
+        (objective if aux is None else objective + aux * size / SAMPLES).backward()
         for loss in collected:
             found.setdefault(loss.name, []).append(loss.value.item())
     found = {name: torch.tensor(values) for name, values in found.items()}
@@ -192,8 +200,9 @@ def test_a_layer_computes_what_megatrons_computes(tag: str, tmp_path: Path):
             "factors": factors,
             "weights": weights,
         }
-        cases.append({**case, "expert_bias": None if bias is None else bias.clone()})
-        expected.append(answer(layer, x, factors))
+        size = SAMPLES_OF_MICROBATCH.get(name, 1)
+        cases.append({**case, "size": size, "expert_bias": None if bias is None else bias.clone()})
+        expected.append(answer(layer, x, factors, size))
     worst: dict[str, float] = {}
     for (name, dispatcher), ours, theirs in zip(names, expected, ask(tag, cases, tmp_path), strict=True):
         assert ours.keys() == theirs.keys(), name

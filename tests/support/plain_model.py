@@ -116,6 +116,8 @@ def _attention(x: Tensor, w: dict[str, Tensor], i: int, config: Any, positions: 
                 _head_norm(q, w, name + "q", fused[:, :, :, :-2], head, config),
                 _head_norm(k, w, name + "k", fused[:, :, :, -2:-1], group, config),
             )
+        if (bound := config.clip_qkv) is not None:
+            q, k, v = (x.minimum(torch.tensor(bound)).maximum(torch.tensor(-bound)) for x in (q, k, v))
         if config.position_embedding_type == "rope":
             q, k = _rotated(q, i, config, positions), _rotated(k, i, config, positions)
         rows = []

@@ -35,8 +35,28 @@ REFUSALS = {
     "one expert": (1, MOCK + "--num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 --moe-router-pre-softmax"),
     "sinkhorn": (
         1,
-        MOCK + "--num-experts 4 --moe-router-load-balancing-type sinkhorn",
+        MOCK + "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+    ),
+    "sinkhorn and a loss": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-load-balancing-type sinkhorn aux_loss --moe-aux-loss-coeff 0 0",
         "--moe-router-load-balancing-type sinkhorn aux_loss",
+    ),
+    "sinkhorn with a capacity": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1",
+        "sinkhorn --moe-expert-capacity-factor",
+    ),
+    "sinkhorn with scores": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
+        "sinkhorn --moe-router-score-function sigmoid",
+    ),
+    "quantile balancing": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-load-balancing-type quantile_balancing",
+        "--moe-router-load-balancing-type quantile_balancing aux_loss",
     ),
     "flex": (1, MOCK + "--num-experts 4 --moe-token-dispatcher-type flex", "flex --moe-token-dispatcher-type alltoall"),
     "padding without a capacity": (

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import finetune_gpt
 from megatron.convert.families.config_json import settings_of
 from megatron.convert.families.registry import FAMILIES
 
@@ -154,3 +155,25 @@ def chats(count: int) -> list[dict[str, Any]]:
             messages.append({"role": "assistant", "content": f"It is {i + turn}."})
         records.append({"messages": messages})
     return records
+
+
+def counting_chats(count: int) -> list[dict[str, Any]]:
+    """Conversations of one short answer, which is a function of the question."""
+    records = []
+    for i in range(count):
+        answer = f"{i} is {i % 7}" + "!" * (i % 3)
+        question, answered = {"role": "user", "content": f"count {i}"}, {"role": "assistant", "content": answer}
+        records.append({"messages": [question, answered]})
+    return records
+
+
+class FinetuneScript:
+    """finetune_gpt.py with the defaults of a command line, for `trainer_of`."""
+
+    train_valid_test_datasets_provider = staticmethod(finetune_gpt.train_valid_test_datasets_provider)
+    model_provider = staticmethod(finetune_gpt.model_provider)
+    forward_step = staticmethod(finetune_gpt.forward_step)
+    extra_args_provider = staticmethod(finetune_gpt.add_own_flags)
+
+    def __init__(self, flags: str):
+        self.args_defaults = finetune_gpt.defaults_of(flags.split())

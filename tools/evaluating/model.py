@@ -87,7 +87,11 @@ def load_evaluated_model(
     wanted = {*layout_names, *sizes}
     parallel_values = {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in wanted}
     parallel = build(ParallelConfig, parallel_values)
-    problems = [*layout_problems(config, tp_size, pp_size), *context_parallel_problems(parallel, config, {})]
+    expert_sizes = (settings.expert_model_parallel_size, settings.expert_tensor_parallel_size)
+    problems = [
+        *layout_problems(config, tp_size, pp_size, *expert_sizes),
+        *context_parallel_problems(parallel, config, {}),
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -96,6 +100,8 @@ def load_evaluated_model(
         tp_size,
         pp_size,
         context_parallel_size=settings.context_parallel_size,
+        expert_model_parallel_size=settings.expert_model_parallel_size,
+        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
         hierarchical_context_parallel_sizes=settings.hierarchical_context_parallel_sizes,
         ranks_per_kv_head=config.ranks_per_kv_head(tp_size),
         distributed_timeout_minutes=settings.distributed_timeout_minutes,

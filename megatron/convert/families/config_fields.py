@@ -113,8 +113,8 @@ def count(key: str, setting: str, default: Any = _NEEDED, *, value_from: str = "
     return Field((key,), read, lambda model: {key: getattr(model, value_from or setting)})
 
 
-def number(key: str, setting: str, default: float) -> Field:
-    """A number on both sides."""
+def number(key: str, setting: str, default: float | None) -> Field:
+    """A number on both sides; None is written and read as null."""
 
     def read(reader: ConfigReader) -> ModelSettings:
         return {setting: reader.number(key, default)}

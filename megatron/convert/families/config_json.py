@@ -47,7 +47,9 @@ def _choice_of_experts(model: ModelConfig) -> dict[str, Any] | None:
     if not model.has_experts:
         return None
     names = ("moe_router_topk", *_SETTINGS_OF_CHOICE)
-    return {name: getattr(model, name) for name in names}
+    score_function, pre_softmax = model.router_weights
+    values = {name: getattr(model, name) for name in names}
+    return values | {"moe_router_score_function": score_function, "moe_router_pre_softmax": pre_softmax}
 
 
 _SETTINGS_OF_CHOICE = (

@@ -7,7 +7,17 @@ without renormalization (`norm_topk_prob` false).
 
 from typing import Any
 
-from megatron.convert.families.config_fields import ConfigReader, Field, count, fixed, heads, ignored_keys, repeated
+from megatron.convert.families.config_fields import (
+    ConfigReader,
+    Field,
+    count,
+    fixed,
+    fixed_not_written,
+    heads,
+    ignored_keys,
+    number,
+    repeated,
+)
 from megatron.convert.families.hf_family_table import LAYER, Family, ParamMapping, bias, weight_and_bias
 from megatron.convert.families.llama_like import (
     ATTENTION_BIAS,
@@ -99,7 +109,7 @@ def _renormalized() -> Field:
     def read(reader: ConfigReader) -> dict[str, Any]:
         return {"moe_router_pre_softmax": not reader.choice(key, False, (False, True))}
 
-    return Field((key,), read, lambda model: {key: not model.moe_router_pre_softmax})
+    return Field((key,), read, lambda model: {key: not model.router_weights[1]})
 
 
 def _layers_with_experts() -> Field:
@@ -225,6 +235,10 @@ QWEN3_MOE = Family(
         _expert_width("moe_intermediate_size", "intermediate_size", 768),
         *_QWEN_EXPERT_FIELDS,
         ignored_keys("max_window_layers"),  # of Qwen2; this class gives all layers the window
+        # Of Qwen3-Coder's files. The class does not read them, and computes what these values say.
+        fixed_not_written("qkv_bias", False),
+        fixed_not_written("shared_expert_intermediate_size", 0),
+        fixed_not_written("use_qk_norm", True),
         length=32768,
         groups=4,
     ),
@@ -245,7 +259,7 @@ OLMOE = Family(
         _chosen_experts(8),
         _expert_width("intermediate_size"),
         _renormalized(),
-        fixed("clip_qkv", None),
+        number("clip_qkv", "clip_qkv", None),
         _ROUTER_TRAINING,
         length=4096,
         epsilon=1e-5,

@@ -53,7 +53,7 @@ def read_hf_folder(root: Path) -> HFFolder:
     notes = []
     if "auto_map" in config or any(name.endswith(".py") for name in backend_of(root).names(root)):
         notes.append(f"{root} holds code of its own (auto_map, *.py), which is never run; its weights alone are read")
-    if "quantization_config" in config and not is_mxfp4(config):
+    if config.get("quantization_config") is not None and not is_mxfp4(config):
         raise ConfigError(
             f"{root / CONFIG}: quantization_config: quantized weights cannot be read; give the unquantized model"
         )

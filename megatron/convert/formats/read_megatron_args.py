@@ -247,8 +247,8 @@ def _experts(reader: ConfigReader, layers: int) -> ModelSettings:
         raise reader.error("moe_layer_freq", f"it must be a number, or a list with 0 or 1 for each of {layers} layers")
 
     kinds = reader.get("moe_router_load_balancing_type", "aux_loss")
-    if "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
-        raise reader.error("moe_router_load_balancing_type", "a model that chooses experts by sinkhorn cannot be read")
+    if kinds in ("sinkhorn", ["sinkhorn"]):  # it changes the weights of a token's experts
+        settings["moe_router_load_balancing_type"] = ["sinkhorn"]
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -409,6 +409,14 @@ class FlagParser(argparse.ArgumentParser):
         first, *others = [group for group in before if group is not self._optionals and group is not self._positionals]
         self._action_groups[:] = [first, self._positionals, self._optionals, *added, *others]
 
+    def configs_of_script(self) -> list[type]:
+        """Return the config classes of which the script has added all flags, by `add_flags`."""
+        names: dict[type, set[str]] = {}
+        for action in self.own:
+            if field_of_action(action) is not None:
+                names.setdefault(action.config_class, set()).add(action.dest)
+        return [kind for kind, added in names.items() if added == {field.name for field in option_fields(kind)}]
+
     def known_flags(self) -> list[str]:
         return list(self.actions_by_flag())
 
@@ -442,6 +450,7 @@ def add_flag(
         text = argparse.SUPPRESS
     action = group.add_argument(*flags_of(field), help=text, **_argparse_options(config_class, field))
     action.config_field = field  # argparse itself does not know the default
+    action.config_class = config_class
 
 
 def field_of_action(action: argparse.Action) -> dataclasses.Field | None:

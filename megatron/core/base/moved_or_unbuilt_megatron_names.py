@@ -70,6 +70,21 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.utils": "get_model_config",
     },
     "megatron.core.transformer.enums": {"megatron.core.enums": "ModelType"},
+    "megatron.core.parallel_state": {
+        "megatron.core.transformer.moe.aux_losses_tracker": "get_moe_layer_wise_logging_tracker"
+    },
+    "megatron.core.transformer.moe.moe_utils": {
+        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.aux_losses_tracker": (
+            "clear_aux_losses_tracker get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks "
+            "save_to_aux_losses_tracker track_moe_metrics"
+        ),
+    },
+    "megatron.core.transformer.moe.router": {
+        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.aux_losses_tracker": "save_to_aux_losses_tracker",
+    },
+    "megatron.core.transformer.moe.shared_experts": {"megatron.core.tensor_parallel": "get_cuda_rng_tracker"},
     "megatron.core.transformer.transformer_block": {
         "megatron.core.transformer.enums": "AttnMaskType",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
@@ -133,7 +148,8 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 }
 # Switches of Megatron's that tell whether an optional package is used: none is.
 SWITCHED_OFF = (
-    "HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_EMERGING_OPTIMIZERS HAVE_EO_V02 HAVE_FA3 HAVE_FA4 HAVE_FMLA "
+    "HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_EMERGING_OPTIMIZERS HAVE_EO_V02 HAVE_FA3 HAVE_FA4 HAVE_FLASHINFER "
+    "HAVE_FLASHINFER_CUBIN_AND_JIT_CACHE HAVE_FMLA "
     "HAVE_FSDP2 HAVE_FUSED_LAYER_NORM HAVE_FUSED_QKV_ROPE HAVE_NVTX HAVE_PACKAGING "
     "HAVE_PERSIST_LAYER_NORM HAVE_TE HAVE_TORCH_MEMORY_SAVER HAVE_TORCH_SYMM_MEM HAVE_TRITON HAVE_YAML "
     "IS_CHECKPOINTING"
@@ -170,6 +186,10 @@ REASONS: Mapping[str, str] = {
         "all layers of a model have the same shape; leave out --heterogeneous-layers-config-path, or write a layer of "
         "your own (docs/adding_a_model.md)"
     ),
+    "megatron.core.models.gpt.moe_module_specs": (
+        "experts are asked for by num_moe_experts of TransformerConfig (--num-experts), and built by the GPTModel "
+        "(docs/experts.md)"
+    ),
     "megatron.core.models.hybrid": "there are no state-space layers; use GPTModel, or a layer of your own",
     "megatron.core.models.mamba": "there are no state-space layers; use GPTModel, or a layer of your own",
     "megatron.core.optimizer": (
@@ -199,6 +219,16 @@ REASONS: Mapping[str, str] = {
     "megatron.core.transformer": (
         "layers are built from the specs that are here, or are your own modules (docs/adding_a_model.md)"
     ),
+    "megatron.core.transformer.moe": (
+        "experts are asked for by num_moe_experts of TransformerConfig (--num-experts); their layer is "
+        "moe.moe_layer.ParallelMoE, of ParallelRouter, AllToAllDispatcher or AllGatherDispatcher, ParallelExperts and "
+        "ParallelSharedExperts, and a layer of your own may take their place (docs/experts.md)"
+    ),
+    "megatron.core.transformer.moe.moe_logging": "auxiliary losses are in the log, and by layer with --moe-per-layer-logging",
+    "megatron.core.transformer.moe.router_replay": "use RouteReplay of megatron.core.transformer.moe.route_replay",
+    "megatron.core.transformer.moe.upcycling_utils": (
+        "make experts of a dense checkpoint by tools/checkpoint_convert.py --num-experts, and train from the result"
+    ),
     "megatron.core.transformer.multi_token_prediction": (
         "a model predicts the next token alone; leave out --mtp-num-layers"
     ),
@@ -210,6 +240,10 @@ REASONS: Mapping[str, str] = {
     ),
     "megatron.training.datasets": (
         "train on token files (--data-path), also with --fim-data; prepare chats with tools/preprocess_data.py"
+    ),
+    "megatron.training.datasets.sft_dataset": (
+        "with --sft call megatron.core.datasets.sft_dataset.build_sft_datasets, as pretrain_gpt.py does, which packs and blends "
+        "the examples of --data-path"
     ),
     "megatron.training.distillation": "there is no distillation; leave out --logits-load-dir",
     "megatron.training.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
@@ -311,7 +345,7 @@ NOT_BUILT: Mapping[str, str] = {
         "get_global_symmetric_memory_buffer get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group "
         "get_gtp_weight_remat_rank get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
         "get_inter_distributed_optimizer_instance_group get_inter_partial_data_parallel_group "
-        "get_intra_distributed_optimizer_instance_group get_moe_layer_wise_logging_tracker get_nccl_options "
+        "get_intra_distributed_optimizer_instance_group get_nccl_options "
         "get_pipeline_model_parallel_decoder_start get_tensor_and_context_parallel_rank "
         "get_tensor_and_context_parallel_world_size has_separate_all_gather_group is_inside_decoder "
         "is_inside_encoder is_pipeline_stage_at_split overwrite_nccl_comm_cfgs "
@@ -365,6 +399,42 @@ NOT_BUILT: Mapping[str, str] = {
         "LinearFc1Builder LinearFc1Interface LinearFc2Builder LinearFc2Interface TEActivationFunctionBuilder "
         "TEActivationFunctionInterface apply_swiglu_sharded_factory"
     ),
+    "megatron.core.models.gpt.moe_module_specs": (
+        "get_inference_optimized_moe_spec get_moe_module_spec get_moe_module_spec_for_backend"
+    ),
+    "megatron.core.transformer.moe.experts": (
+        "GRAD_INPUT_BUFFER_KEY GroupedLinearFc1Builder GroupedLinearFc1Interface GroupedLinearFc2Builder "
+        "GroupedLinearFc2Interface GroupedMLP GroupedMLPSubmodules InferenceGroupedMLP OUTPUT_BUFFER_KEY SequentialMLP "
+        "TEGroupedMLP expert_dist_ckpt_decorator te"
+    ),
+    "megatron.core.transformer.moe.legacy_a2a_token_dispatcher": "MoEAlltoAllSEQTokenDispatcher",
+    "megatron.core.transformer.moe.moe_layer": (
+        "BaseMoELayer ExpertsBuilder ExpertsInterface MoELayer MoESubmodules RouterBuilder RouterInterface "
+        "SharedExpertsBuilder SharedExpertsInterface"
+    ),
+    "megatron.core.transformer.moe.moe_logging": (
+        "MetricEntry MoEMetricsTracker destroy_moe_metrics_tracker get_moe_metrics_tracker set_moe_metrics_tracker"
+    ),
+    "megatron.core.transformer.moe.moe_utils": (
+        "MoECudaGraphPartialCaptureSignal MoECudaGraphTensorStore RandomSTE RandomSTEShared "
+        "RouterGatingLinearFunction apply_biased_logits apply_random_logits apply_router_token_dropping "
+        "compute_routing_scores_for_aux_loss get_align_size_for_quantization "
+        "get_default_pg_collection get_tokens_per_expert_and_token_count "
+        "get_updated_expert_bias maybe_move_tensor_to_cpu maybe_skip_or_early_return_by_cudagraph pad_routing_map "
+        "permute qb_dual_update router_gating_linear "
+        "sequence_load_balancing_loss_func skip_routed_expert_padding sort_chunks_by_idxs "
+        "switch_load_balancing_loss_func topk_routing_with_score_function topk_softmax_with_capacity "
+        "unpermute"
+    ),
+    "megatron.core.transformer.moe.router": "InferenceTopKRouter Router TopKRouter",
+    "megatron.core.transformer.moe.router_replay": "RouterReplay RouterReplayAction",
+    "megatron.core.transformer.moe.shared_experts": (
+        "FusedSharedExpertMLP SharedExpertMLP SharedExpertState overlap_state_check set_tensor_grad_fn_sequence_sr te"
+    ),
+    "megatron.core.transformer.moe.token_dispatcher": (
+        "MoEAllGatherTokenDispatcher MoEAlltoAllTokenDispatcher MoEFlexTokenDispatcher MoETokenDispatcher"
+    ),
+    "megatron.core.transformer.moe.upcycling_utils": "load_and_upcycle_model upcycle_state_dict",
     "megatron.core.transformer.module": (
         "GraphableMegatronModule conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared"
     ),

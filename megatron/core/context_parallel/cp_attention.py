@@ -41,8 +41,8 @@ class ContextParallel:
     ring: Axis = ALONE
 
     def check(self, length: int) -> None:
-        """Raise ValueError if samples of `length` tokens are too long: a rank was given all tokens, not its own."""
-        if self.axis.size > 1 and self.longest is not None and length > self.longest:
+        """Raise ValueError if samples of `length` tokens are too long: one of several ranks was given all tokens, not its own."""
+        if self.longest is not None and length > self.longest:
             raise ValueError(
                 f"each of {self.axis.size} context-parallel ranks was given {length // self.axis.size} tokens of "
                 f"each sample, but a complete sample has only {self.longest}: the batch is not sharded; in "

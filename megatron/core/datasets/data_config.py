@@ -215,13 +215,17 @@ class DataConfig(FlagConfig):
         unused = {}
         if self.mock_data and self.split is not None:
             unused["--split"] = "made-up data have as many samples of each kind as are asked for"
+        of_texts = {"--sft-split-turns": self.sft_split_turns, "--chat-template": self.chat_template is not None}
+        paths = [path for name in ("data_path", *_SPLIT_PATHS) for path in getattr(self, name) or ()]
+        why = ""
         if not self.sft:
-            of_examples = {
-                "--no-sft-packing": not self.sft_packing,
-                "--sft-split-turns": self.sft_split_turns,
-                "--chat-template": self.chat_template is not None,
-            }
-            unused |= {flag: "only --sft reads examples" for flag, given in of_examples.items() if given}
+            why = "only --sft reads examples"
+            if not self.sft_packing:
+                unused["--no-sft-packing"] = why
+        elif paths and all(sft_mask_prefix(path) is not None for path in paths):
+            why = "the examples are tokens already; give it to tools/preprocess_data.py"
+        if why:
+            unused |= {flag: why for flag, given in of_texts.items() if given}
         return unused
 
     @property
@@ -303,8 +307,6 @@ def sft_mask_prefix(prefix: str) -> str | None:
 
 def _sft_file_problems(blend: Blend) -> Iterator[str]:
     """Yield a line for each data path of --sft that cannot be read."""
-    if blend.weights is not None:
-        yield "--sft reads its files one after another, and a blend with weights was given; leave the weights out"
     for path in blend.prefixes:
         masks = sft_mask_prefix(path)
         problem = None

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.datasets.blend import BlendedDataset, normalized, weighted_indices
 from megatron.core.datasets.build_datasets import BuildContext, size_problems
 from megatron.core.datasets.data_config import DataConfig, sft_mask_prefix
 from megatron.core.datasets.gpt_samples import TokenRules, token_rules
@@ -35,6 +36,7 @@ from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ran
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset, token_dtype
 from megatron.core.datasets.sft_examples import (
+    AN_ARRAY,
     SFTEncoder,
     UnusableRecord,
     fast_tokenizer_of,
@@ -50,6 +52,8 @@ _TOKENS, _MASK = "_sft_document", "_sft_loss_mask_document"  # ends of the prefi
 _FORMAT = 1  # raise it if the same records give other tokens
 _SHOWN_CHARACTERS = 2000  # of the first example
 _REASONS = 6  # reasons of unusable lines that are told
+_NO_EPOCH = "a blend with weights has no epoch, since its files are repeated as the weights ask; "
+_NO_EPOCH += "give --train-iters, or leave the weights out"
 
 
 # ---------------------------------------------------------------- packing
@@ -201,6 +205,8 @@ def encode_file(
         masks = stack.enter_context(IndexedDatasetWriter(f"{prefix}{_MASK}", np.uint8))
         for number, line in _lines(path):
             lines += 1
+            if lines == 1 and line.lstrip().startswith(b"["):
+                raise ConfigError(f"{path}: {AN_ARRAY}")
             try:
                 try:
                     encoded = encoder.encode(read_json_line(line))
@@ -298,9 +304,10 @@ def _encode_once(path: str, prefix: Path, encoder: SFTEncoder, build: BuildConte
 
 def build_sft_datasets(
     config: DataConfig, tokenizer: Any, num_samples: list[int | None], seed: int, *, epochs: int = 1, **building: Any
-) -> tuple[SFTDataset | None, ...]:
+) -> tuple[SFTDataset | BlendedDataset | None, ...]:
     """Build (train, valid, test) for --sft; None for a split without a share or of which no samples are requested.
 
+    Files without weights are packed as one; of a blend with weights each is packed alone, and gives its share of the samples.
     num_samples: of each split; None: `epochs` epochs of training, one of validation. building: the fields of `BuildContext`.
     One process encodes the files, the others wait; every process calls. Raises ConfigError for data that cannot be used.
     """
@@ -313,42 +320,59 @@ def build_sft_datasets(
     blends = config.blends()
     opened = _encode_and_open(config, tokenizer, build)
     shares = (1.0, 1.0, 1.0) if config.has_own_splits else parse_split(config.split_shares)
-    datasets: list[SFTDataset | None] = []
+    datasets: list[SFTDataset | BlendedDataset | None] = []
     for number, (split, blend, count) in enumerate(zip(SPLIT_NAMES, blends, num_samples)):
         if blend is None or count == 0 or shares[number] == 0:
             datasets.append(None)
             continue
-        files = [opened[path] for path in blend.prefixes]
-        examples = _examples_of_split(files, None if config.has_own_splits else (shares, number), config.seq_length)
-        left_out, cut, examples = examples
-        if left_out or cut:
-            build.progress(
-                f"{split}: with --seq-length {config.seq_length}, {cut} examples are cut at the end of an answer and "
-                f"{left_out} are left out, of which no answer begins within it"
+        parts = [blend.prefixes]
+        counts = [count]
+        indices = None
+        if blend.weights is not None:
+            if count is None:
+                raise ConfigError(f"{split}: {_NO_EPOCH}")
+            parts = [(path,) for path in blend.prefixes]
+            indices = weighted_indices(normalized(blend.weights), count)
+            counts = np.bincount(indices.dataset_index, minlength=len(parts)).tolist()
+        share = None if config.has_own_splits else (shares, number)
+        of_parts = []
+        for paths, part_count in zip(parts, counts, strict=True):
+            left_out, cut, examples = _examples_of_split([opened[path] for path in paths], share, config.seq_length)
+            name = split if len(parts) == 1 else f"{split}, {paths[0]}"
+            if left_out or cut:
+                build.progress(
+                    f"{name}: with --seq-length {config.seq_length}, {cut} examples are cut at the end of an answer and "
+                    f"{left_out} are left out, of which no answer begins within it"
+                )
+            if not len(examples):
+                what = f"the {split} split of {', '.join(paths)} has no examples"
+                if split == "train":
+                    raise ConfigError(f"{what}; use more data, a larger --seq-length or a larger share of --split")
+                build.say(f"{what}: it is left out")
+                of_parts = []
+                break
+            dataset = SFTDataset(
+                examples,
+                config.seq_length,
+                rules,
+                seed,
+                part_count,
+                epochs if split == "train" else 1,
+                config.sft_packing,
+                split == "train",
             )
-        if not len(examples):
-            what = f"the {split} split of {', '.join(blend.prefixes)} has no examples"
-            if split == "train":
-                raise ConfigError(f"{what}; use more data, a larger --seq-length or a larger share of --split")
-            build.say(f"{what}: it is left out")
+            of_parts.append(dataset)
+            per_epoch = len(dataset._samples_of(0))
+            used = int((examples.lengths - 1).sum()) / (per_epoch * config.seq_length)
+            build.progress(
+                f"{name}: {len(examples)} examples in {per_epoch} samples an epoch, {used:.0%} of their tokens used"
+            )
+        if not of_parts:
             datasets.append(None)
-            continue
-        dataset = SFTDataset(
-            examples,
-            config.seq_length,
-            rules,
-            seed,
-            count,
-            epochs if split == "train" else 1,
-            config.sft_packing,
-            split == "train",
-        )
-        datasets.append(dataset)
-        per_epoch = len(dataset._samples_of(0))
-        used = int((examples.lengths - 1).sum()) / (per_epoch * config.seq_length)
-        build.progress(
-            f"{split}: {len(examples)} examples in {per_epoch} samples an epoch, {used:.0%} of their tokens used"
-        )
+        elif indices is None:
+            datasets.append(of_parts[0])
+        else:
+            datasets.append(BlendedDataset(of_parts, indices, list(blend.prefixes)))
     return tuple(datasets)
 
 
@@ -394,6 +418,8 @@ def samples_of_epochs(config: DataConfig, tokenizer: Any, seed: int, epochs: int
     blend = config.blends()[0]
     if blend is None:
         raise ConfigError("no training data: give --data-path or --train-data-path")
+    if blend.weights is not None:
+        raise ConfigError(f"--epochs {epochs}: {_NO_EPOCH}")
     share = None if config.has_own_splits else (parse_split(config.split_shares), 0)
     _, _, examples = _examples_of_split([opened[path] for path in blend.prefixes], share, config.seq_length)
     if not len(examples):

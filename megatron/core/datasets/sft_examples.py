@@ -4,7 +4,8 @@
     {"conversations": [{"from": "human", "value": ".."}, ..]}            ShareGPT's, likewise
     {"prompt": "..", "completion": ".."}                                 texts, or lists of messages
     {"input": "..", "output": ".."}                                      texts with a space between
-    {"instruction": "..", "input": "..", "output": ".."}                 Alpaca's
+    {"instruction": "..", "input": "..", "output": ".."}                 Alpaca's, with LLaMA-Factory's `system` and `history`
+    {"instruction": "..", "context": "..", "response": ".."}             Dolly's
     {"text": ".."}                                                       loss on all tokens
 
 The keys of a file's first record decide. A record that cannot be used raises `UnusableRecord`, whose reasons are counted.
@@ -13,6 +14,7 @@ The keys of a file's first record decide. A record that cannot be used raises `U
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.vocab_check import CappedVocabTokenizer, tokenizer_name
 from megatron.core.tokenizers.bpe_wordpiece_tiktoken import FastTokenizer
-from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
+from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError, Rendered
 
 # ShareGPT's names of roles, and ours
 _ROLES = {
@@ -34,6 +36,7 @@ _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
+_NO_TEXT = "has a prompt or an answer that is no text"
 _ALPACA_PAIRED = ", paired with an input that provides further context"
 
 
@@ -103,22 +106,85 @@ class SFTEncoder:
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise UnusableRecord("has a message that is no object with a role")
+        messages = [self._with_text(message) for message in messages]
+        weights = [_weight_of(message) for message in messages]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         variables = {key: record[key] for key in ("tools", "documents") if record.get(key) is not None}
         if isinstance(record.get("chat_template_kwargs"), dict):  # TRL's key
             variables |= record["chat_template_kwargs"]
-        answers = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k >= first_answer]
+        written = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [k for k in written if k >= first_answer and weights[k]]
         if not answers:
-            raise UnusableRecord("has no message of the assistant")
+            raise UnusableRecord("has no message of the assistant" + (", or all have the weight 0" if written else ""))
         parts = [messages[: k + 1] for k in answers] if self.split_turns else [messages]
         for part in parts:
-            try:
-                rendered = template.render_answers(part, last=self.split_turns, **variables)
-            except ChatTemplateError as error:
-                raise UnusableRecord(str(error)) from None
+            rendered = self._rendered(template, part, variables)
             spans = rendered.spans
-            if first_answer and not self.split_turns:
-                spans = spans[len([m for m in messages[:first_answer] if m["role"] == "assistant"]) :]
+            if not self.split_turns and len(answers) < len(written):
+                if len(spans) != len(written):
+                    raise UnusableRecord(
+                        "has answers without loss, and the chat template does not mark each answer; split them"
+                    )
+                spans = [span for k, span in zip(written, spans, strict=True) if k in answers]
             yield self._of_spans(rendered.text, spans)
+
+    def _with_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message with parts of text as one text, unless the template reads parts."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return dict(message)
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise UnusableRecord(f"has a part of a message that is no text but {kind!s:.40}")
+            texts.append(part["text"])
+        return dict(message) if self._reads_parts else {**message, "content": "\n".join(texts)}
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads a message's content as a list of parts; some print the list as Python does."""
+        try:
+            message = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
+            text = self._checked_template().render([message])
+        except ChatTemplateError:
+            return False
+        return "Hello" in text and "'text'" not in text and '"text"' not in text
+
+    def _rendered(
+        self, template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+    ) -> Rendered:
+        """Render a conversation as it is, or as the template can read it.
+
+        OpenAI's calls of tools have the content null, of which some templates fail or write None; and arguments as a text of
+        JSON, which some write as JSON once more. Raises UnusableRecord.
+        """
+
+        def render(given: list[dict[str, Any]]) -> Rendered:
+            return template.render_answers(given, last=self.split_turns, **variables)
+
+        try:
+            empty = [{**m, "content": ""} if m.get("content") is None and _functions_of(m) else m for m in messages]
+            rendered = None
+            if empty != messages:
+                try:
+                    rendered = render(messages)
+                except ChatTemplateError:
+                    messages = empty
+                else:
+                    if "None" in rendered.text and rendered.text.count("None") > render(empty).text.count("None"):
+                        rendered, messages = None, empty
+            rendered = rendered or render(messages)
+            if any(json.dumps(text)[1:-1] in rendered.text for text in _texts_of_arguments(messages) if '"' in text):
+                rendered = render([_with_arguments(message) for message in messages])
+            names = [function.get("name") for message in messages for function in _functions_of(message)]
+            if any(isinstance(name, str) and name not in rendered.text for name in names):
+                raise UnusableRecord(
+                    "has calls of tools, which the chat template leaves out; give one that writes them"
+                )
+            return rendered
+        except ChatTemplateError as error:
+            raise UnusableRecord(str(error)) from None
 
     def _checked_template(self) -> ChatTemplate:
         name = tokenizer_name(self.tokenizer)
@@ -164,7 +230,7 @@ class SFTEncoder:
     def _pair(self, prompt: Any, completion: Any) -> Iterator[Example]:
         """Yield a prompt, which gives no loss, with what follows it and the token that ends a document."""
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise UnusableRecord("has a prompt or an answer that is no text")
+            raise UnusableRecord(_NO_TEXT)
         if not completion:
             raise UnusableRecord("has no token that gives loss: no answer, or an empty one")
         before = self._ids(prompt, begins=True)
@@ -198,6 +264,43 @@ class SFTEncoder:
         return [] if self.tokenizer.eod is None else [self.tokenizer.eod]
 
 
+# ---------------------------------------------------------------- messages
+
+
+def _weight_of(message: Mapping[str, Any]) -> int:
+    """Return OpenAI's `weight` of a message: 0 for an answer that gives no loss."""
+    weight = message.get("weight")
+    if weight is None:
+        return 1
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise UnusableRecord(f"has a message of the weight {weight!r:.40}, which must be 0 or 1")
+    return int(weight)
+
+
+def _functions_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+
+
+def _texts_of_arguments(messages: list[dict[str, Any]]) -> list[str]:
+    texts = [function.get("arguments") for message in messages for function in _functions_of(message)]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy whose calls have their arguments as objects, where they are texts of JSON."""
+    copy = json.loads(json.dumps(message))
+    for function in _functions_of(copy):
+        try:
+            arguments = json.loads(function["arguments"])
+        except (KeyError, TypeError, ValueError):
+            continue
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return copy
+
+
 # ---------------------------------------------------------------- forms
 
 
@@ -219,7 +322,7 @@ def _of_sharegpt(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Exa
         role = _ROLES.get(turn.get("from", turn.get("role")))
         if role is None:
             raise UnusableRecord(f"has a turn from {turn.get('from')!r:.40}; known are {', '.join(_ROLES)}")
-        messages.append({"role": role, "content": turn.get("value", turn.get("content"))})
+        messages.append({"role": role, "content": turn.get("value", turn.get("content")), "weight": turn.get("weight")})
     return encoder._conversation(record, messages)
 
 
@@ -231,13 +334,30 @@ def _of_prompt(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Examp
 
 
 def _of_alpaca(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Example]:
-    instruction, given, output = record["instruction"], record.get("input") or "", record["output"]
-    if not all(isinstance(text, str) for text in (instruction, given, output)):
-        raise UnusableRecord("has a prompt or an answer that is no text")
+    return _of_instruction(encoder, record, record.get("input") or "", record["output"])
+
+
+def _of_dolly(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Example]:
+    return _of_instruction(encoder, record, record.get("context") or "", record["response"])
+
+
+def _of_instruction(encoder: SFTEncoder, record: Mapping[str, Any], given: Any, output: Any) -> Iterator[Example]:
+    """Encode an instruction with what it is about and the answer. system, history: of LLaMA-Factory."""
+    instruction = record["instruction"]
+    system, history = record.get("system") or "", record.get("history") or []
+    if not all(isinstance(text, str) for text in (instruction, given, output, system)):
+        raise UnusableRecord(_NO_TEXT)
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise UnusableRecord("has a history that is no list of pairs of texts")
     if encoder.template is not None:
         question = f"{instruction}\n\n{given}" if given else instruction
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+        texts = [text for pair in history for text in pair] + [question, output]
+        messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
         return encoder._conversation(record, messages)
+    if system or history:
+        raise UnusableRecord("has system or history, which need a chat template")
     paired = _ALPACA_PAIRED if given else ""
     prompt = _ALPACA.format(paired=paired, instruction=instruction, input=f"### Input:\n{given}\n\n" if given else "")
     return encoder._pair(prompt, output)
@@ -245,7 +365,7 @@ def _of_alpaca(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Examp
 
 def _of_input(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Example]:
     if not isinstance(record["output"], str):
-        raise UnusableRecord("has a prompt or an answer that is no text")
+        raise UnusableRecord(_NO_TEXT)
     return encoder._pair(record["input"], f" {record['output']}" if record["output"] else "")
 
 
@@ -266,14 +386,28 @@ FORMS = {
     "ShareGPT": Form(("conversations",), _of_sharegpt),
     "prompt and completion": Form(("prompt", "completion"), _of_prompt),
     "Alpaca": Form(("instruction", "output"), _of_alpaca),
+    "Dolly": Form(("instruction", "response"), _of_dolly),
     "input and output": Form(("input", "output"), _of_input),
     "text": Form(("text",), _of_text),
 }
 
 
+AN_ARRAY = (
+    "the first line has list, and examples need an object on each line; write the elements to lines: python -c "
+    '"import json, sys; [print(json.dumps(x)) for x in json.load(sys.stdin)]" < FILE.json > FILE.jsonl'
+)
+
+
 def form_of(record: Any) -> str:
     """Return the name of a file's form, by the keys of its first record. Raises ConfigError."""
+    if isinstance(record, list):
+        raise ConfigError(AN_ARRAY)
     if isinstance(record, dict):
+        if {"text", "role", "parent_id"} <= record.keys():
+            raise ConfigError(
+                "the first line is one message of a tree (text, role, parent_id); make a line of each path from a question to "
+                "its last answer, with the key messages"
+            )
         for name, form in FORMS.items():
             if all(key in record for key in form.keys):
                 return name

@@ -10,6 +10,7 @@ from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import NOT_BUILT, DistributedDataParallelConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
+from megatron.core.process_groups_config import check_groups
 
 
 class DistributedDataParallel(data_parallel.DistributedDataParallel):
@@ -27,7 +28,7 @@ class DistributedDataParallel(data_parallel.DistributedDataParallel):
         disable_bucketing: bool = False,
         pg_collection: Any = None,
     ):
-        del pg_collection  # the mesh knows the groups
+        check_groups(pg_collection, "DistributedDataParallel: pg_collection")
         shards = ddp_config.use_megatron_fsdp or ddp_config.use_custom_fsdp
         ours = settings_from(
             ddp_config,

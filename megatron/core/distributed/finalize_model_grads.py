@@ -11,6 +11,7 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
+from megatron.core.process_groups_config import check_groups
 
 
 def finalize_model_grads(
@@ -24,8 +25,9 @@ def finalize_model_grads(
     A step that is complete, as `get_forward_backward_func` leaves it, is neither reduced nor divided again.
     num_tokens: this rank's tokens of the step, a number or a tensor [] or [1]; the sums are divided by their total over
     the ranks of the last stage.
-    pg_collection, force_all_reduce: accepted without effect; the chunks know their groups.
+    force_all_reduce: accepted without effect; pg_collection: this job's groups, which the chunks know.
     """
+    check_groups(pg_collection, "finalize_model_grads: pg_collection")
     chunks = [chunk for chunk in model if not chunk.is_complete]
     gradients = GradientStep(chunks)
     if num_tokens is None or not chunks:

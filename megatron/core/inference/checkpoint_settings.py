@@ -1,6 +1,6 @@
 """The settings of a checkpoint's training run that generation needs."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
@@ -29,7 +29,9 @@ class SavedSettings:
 
 
 def read_saved_settings(state: dict[str, Any], source: str, *, has_script: bool = False) -> SavedSettings:
-    """Return the settings in `Checkpoint.state`. Raises ConfigError.
+    """Return the settings in `Checkpoint.state`, for inference: experts have no capacity. Raises ConfigError.
+
+    A capacity would drop tokens depending on what else is computed with them: the cache, other texts of a batch.
 
     source: the checkpoint's name in errors. has_script: a training script builds the model, so that flags of its own may
     shape it.
@@ -50,6 +52,8 @@ def read_saved_settings(state: dict[str, Any], source: str, *, has_script: bool 
         )
     try:
         components = {name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}
+        no_capacity = {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
+        components["transformer"] = replace(components["transformer"], **no_capacity)
         return SavedSettings(state["vocab_size"], **components)
     except ConfigError as error:
         advice = "if the script that trained adds it, give that script by --model"

@@ -166,6 +166,13 @@ def layout_problems(
     return problems
 
 
+def replicas_of_experts(tensor: int, context: int, expert: int, expert_tensor: int | None = None) -> int:
+    """Return how many replicas of the other layers the ranks of the experts are. expert_tensor: default: `tensor`."""
+    ranks = tensor * context  # of a stage
+    experts = expert * (expert_tensor or tensor)
+    return experts // ranks if experts > ranks and experts % ranks == 0 else 1
+
+
 def _build_stage(
     kind: type[LanguageModelStage],
     config: ModelConfig,

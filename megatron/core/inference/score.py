@@ -255,7 +255,10 @@ def score(
     else:
         rows = rows_of(requests, max_length, shares=False)
         batches = padded_batches(rows, batch_tokens, _borders(model.settings))
-    own = deal(batches, mesh.samples.size)[mesh.samples.rank]
+    # Replicas that share experts must enter them together, so they run the same batches, and the first of them counts.
+    sharers = mesh.replicas_sharing_experts
+    own = deal(batches, mesh.samples.size // sharers)[mesh.samples.rank // sharers]
+    counts = mesh.samples.rank % sharers == 0
     all_tokens = sum(row.length for index in own for row in batches[index])
 
     # run this replica's batches; only the last stage has results
@@ -267,7 +270,7 @@ def score(
             rows = batches[index]
             plan = plan_packed(rows) if is_packed else plan_padded(rows, padded_length(rows, scorer.multiple))
             results = scorer.run(plan, is_packed=is_packed)
-            if results is not None:
+            if results is not None and counts:
                 predicted, logprobs, is_best = results
                 of_request = torch.tensor(plan.requests)[predicted]
                 sums.index_add_(0, of_request, logprobs)

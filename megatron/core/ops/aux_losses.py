@@ -10,11 +10,13 @@ two would compute recomputed layers twice. It collects in forwards of training a
 in the backward is not counted again.
 
 The objective of a step is  mean of the loss over tokens + sum over layers of coefficient x mean of the value over samples.
+
+A layer written for Megatron adds its term to the graph itself, by `MoEAuxLossAutoScaler`; the loop only tells it the weight.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,3 +167,36 @@ def declared_aux_losses(chunks: Iterable[nn.Module]) -> list[AuxLosses]:
             "every chunk of the model and every layer"
         )
     return [aux_losses for aux_losses in found if aux_losses.names]
+
+
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """Megatron's way to add an auxiliary loss: y = apply(x, aux_loss) is x, and its backward begins that of aux_loss too.
+
+    aux_loss: [] or any shape, of one microbatch, with its coefficient in it. Its gradient is `main_loss_backward_scale`,
+    which the loop sets in each step so that the objective has the mean of aux_loss over microbatches and
+    data-parallel ranks, and its sum over ranks that share samples, each with the term of its own tokens. Under
+    `calculate_per_token_loss` it has the sum of all aux_loss / tokens, as in Megatron: the layer multiplies by its tokens.
+    A loop that calls `backward` itself sets the scale itself; 1 before it is set.
+    Megatron's file: megatron/core/transformer/moe/moe_utils.py.
+    """
+
+    main_loss_backward_scale: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:
+        ctx.shape = aux_loss.shape
+        ctx.options = {"dtype": aux_loss.dtype, "device": aux_loss.device}
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        grad_aux_loss = torch.ones(ctx.shape, **ctx.options)
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        if scale is not None:
+            grad_aux_loss *= scale.reshape(())  # a script's may be [1]
+        return grad_output, grad_aux_loss
+
+    @staticmethod
+    def set_loss_scale(scale: Tensor) -> None:
+        """Set the gradient of each aux_loss. scale: one number, [] or [1]."""
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale

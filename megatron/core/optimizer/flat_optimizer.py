@@ -28,9 +28,9 @@ from megatron.core.offload.stored_tensor import Stored, copy_stored
 from megatron.core.optimizer import optimizer_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
-from megatron.core.optimizer.gather_full_matrices import ShardedMatrix, full_matrices_over_tp
+from megatron.core.optimizer.gather_full_matrices import ShardedMatrix, full_matrices
 from megatron.core.optimizer.loss_scaler import GradScaler
-from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
+from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group, stacks_experts
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ class FlatOptimizer:
         replica_axes = {name: buffer.axes.replica for buffer in self.buffers for name in buffer.parameters}
         self._full_matrices: dict[str, ShardedMatrix] = {}
         if matrices:
-            self._full_matrices = full_matrices_over_tp(matrices, mesh, self.device, copies=replica_axes)
+            self._full_matrices = full_matrices(matrices, mesh, self.device, copies=replica_axes)
 
         # masters and moments of the elements that this rank owns, one shard per buffer
         self._storages = [
@@ -140,7 +140,7 @@ class FlatOptimizer:
         for name, parameter in matrices.items():
             optimizer = self._group_of[name].optimizer
             updates_matrices_alone = self.config.rule(optimizer).others is not None
-            if updates_matrices_alone and parameter.dim() != 2:
+            if updates_matrices_alone and parameter.dim() != 2 and not stacks_experts(parameter.placement):
                 raise ConfigError(
                     f"{optimizer} updates only matrices, but {name} has the shape {tuple(parameter.shape)}; group_of "
                     "must give it another optimizer"

@@ -1,16 +1,18 @@
 """Full matrices of parameters that are sharded over tensor-parallel ranks, for updates that need them.
 
-    full = matrix.gather(momentum)        one all-gather over tp; all its ranks must call, in the parameters' order
+    full = matrix.gather(momentum)        one all-gather over tp, or etp; all its ranks must call, in the parameters' order
     momentum_part = matrix.part(direction(full))
 
 An update is written as for one process and gives the same numbers in every layout. Ranks of tp repeat each other's
-computation. Ranks that have the same parts (data-parallel ones at ZeRO stage 0) do, too, unless the update divides it:
+computation. Of stacked experts [E, .., out, in] a rank updates those that it has, with whole matrices, gathered over
+etp. Ranks that have the same parts (data-parallel ones at ZeRO stage 0) do, too, unless the update divides it:
 `MatrixOwners.share`.
 """
 
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -77,7 +79,7 @@ class MatrixOwners:
 
 
 class ShardedMatrix:
-    """One parameter, of which this rank has a part.
+    """One parameter, of which this rank has a part: a matrix [rows, in], or a stack of matrices [.., rows, in].
 
     local: shape of this rank's part, with padding; pieces: those of each rank of the axis, whose ranks call it
     together; owners: the ranks that have the same part.
@@ -125,10 +127,12 @@ class ShardedMatrix:
         """Return views of the matrices that are fused in `full` [global shape], which is [all rows, in].
 
         They are [rows, in] each, such as gate and up, or [groups, rows, in] of those whose groups are interleaved, such
-        as query, key and value.
+        as query, key and value. Of a stack they are [.., rows, in].
         """
         blocks = self._placement.blocks
         group = self._placement.interleaved
+        if self.is_stack:
+            return full.split(blocks or full.shape[-2], dim=-2)
         if group and split_groups:
             return full.unflatten(0, (-1, sum(group))).split(group, dim=1)
         if blocks:
@@ -139,50 +143,68 @@ class ShardedMatrix:
         """Return the rows of each of `matrices`, those of all groups together."""
         blocks = self._placement.blocks
         group = self._placement.interleaved
-        if group and split_groups:
+        if group and split_groups and not self.is_stack:
             return tuple(self.shape[0] // sum(group) * rows for rows in group)
-        return tuple(blocks) or (self.shape[0],)
+        return tuple(blocks) or (self.shape[-2],)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the parameter stacks matrices."""
+        return len(self.shape) > 2
 
 
-def full_matrices_over_tp(
+def full_matrices(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     device: torch.device | str,
     *,
     copies: Mapping[str, Axis] | None = None,
 ) -> dict[str, ShardedMatrix]:
-    """Return the ShardedMatrix of each parameter, of which each rank of tp must have a part.
+    """Return the ShardedMatrix of each parameter, of which each rank of tp must have a part, and of experts' of etp.
 
     parameters: name -> [local shape]. The ranks exchange their pieces when the first matrix is gathered. copies: the
-    axis of ranks that have the same part of a parameter and its state. Raises ConfigError for a parameter that is
-    sharded over another axis than tp.
+    axis of ranks that have the same part of a parameter and its state. Raises ConfigError for a parameter whose matrices
+    are sharded over other axes.
     """
-    tp = mesh["tp"]
-    own_pieces: dict[str, Pieces] = {}  # of the sharded parameters
-    for name, parameter in parameters.items():
-        placement = parameter.placement
-        others = set(placement.shard) - {"tp"}
-        if others:
+    placements = {name: _of_local_stack(p.placement, tuple(p.shape)) for name, p in parameters.items()}
+    own_pieces: dict[str, dict[str, Pieces]] = {"tp": {}, "etp": {}}  # axis -> those of the parameters sharded over it
+    for name, placement in placements.items():
+        axes = set(placement.shard) or {"tp"}
+        if axes != {"tp"} and axes != {"etp"}:
             raise ConfigError(
-                f"{name} is sharded over {', '.join(others)}, but an optimizer that updates complete tensors can "
-                "gather shards only over tp"
+                f"{name} is sharded over {', '.join(sorted(axes))}, but an optimizer that updates complete tensors can "
+                "gather shards only over tp, and of experts over etp"
             )
-        if tp.size > 1 and (placement.shard or placement.rows):
-            own_pieces[name] = pieces(placement, tuple(parameter.shape), mesh)
+        (axis_name,) = axes
+        if mesh[axis_name].size > 1 and (placement.shard or placement.rows):
+            own_pieces[axis_name][name] = pieces(placement, tuple(parameters[name].shape), mesh)
 
     @cache
-    def pieces_of_ranks() -> list[dict[str, Pieces]]:
-        return [json.loads(text) for text in collectives.all_gather_texts(json.dumps(own_pieces), tp, device)]
+    def pieces_of_ranks(axis_name: str) -> list[dict[str, Pieces]]:
+        text = json.dumps(own_pieces[axis_name])
+        return [json.loads(text) for text in collectives.all_gather_texts(text, mesh[axis_name], device)]
 
-    def pieces_of(name: str) -> Callable[[], list[Pieces]]:
-        return lambda: [rank_pieces[name] for rank_pieces in pieces_of_ranks()]
+    def pieces_of(name: str, axis_name: str) -> Callable[[], list[Pieces]]:
+        return lambda: [rank_pieces[name] for rank_pieces in pieces_of_ranks(axis_name)]
 
     owners = {axis: MatrixOwners(axis) for axis in (copies or {}).values()}
     result = {}
-    for name, parameter in parameters.items():
-        axis = tp if name in own_pieces else ALONE
+    for name, placement in placements.items():
+        axis_name = "etp" if name in own_pieces["etp"] else "tp"
+        axis = mesh[axis_name] if name in own_pieces[axis_name] else ALONE
         parameter_owners = owners[copies[name]] if copies else None
-        result[name] = ShardedMatrix(
-            parameter.placement, tuple(parameter.shape), axis, pieces_of(name), parameter_owners
-        )
+        local = tuple(parameters[name].shape)
+        result[name] = ShardedMatrix(placement, local, axis, pieces_of(name, axis_name), parameter_owners)
     return result
+
+
+def _of_local_stack(placement: Placement, local: tuple[int, ...]) -> Placement:
+    """Return the placement with the leading dimensions of a stack [E, .., out, in] as this rank has them.
+
+    They are not gathered, since each rank updates the matrices that it has a part of.
+    """
+    leading = len(local) - 2
+    shard = {axis: dim for axis, dim in placement.shard.items() if dim >= leading}
+    if leading <= 0 or len(shard) == len(placement.shard):
+        return placement
+    return replace(placement, shape=(*local[:leading], *placement.shape[leading:]), shard=shard)

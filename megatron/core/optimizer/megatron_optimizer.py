@@ -20,6 +20,7 @@ from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scale
 from megatron.core.optimizer.optimizer_config import NOT_BUILT, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_optimizer_state
+from megatron.core.process_groups_config import check_groups
 
 
 class MegatronOptimizer(FlatOptimizerWithParamGroups):
@@ -162,7 +163,8 @@ def get_megatron_optimizer(
     no_weight_decay_cond(name, parameter): whether the parameter does not decay; default: vectors do not.
     scale_lr_cond(name, parameter): whether its rate is multiplied by `lr_mult`. A parameter has its shape on this rank.
     """
-    del use_gloo_process_groups, pg_collection  # the mesh knows the groups
+    del use_gloo_process_groups  # the mesh knows the groups
+    check_groups(pg_collection, "get_megatron_optimizer: pg_collection")
     if config_overrides:
         raise NotImplementedError("config_overrides is not built; give no_weight_decay_cond, scale_lr_cond and lr_mult")
     if any(config.use_distributed_optimizer > chunk.settings.zero.shards_state for chunk in model_chunks):

@@ -7,10 +7,13 @@ Source: K. Jordan and others, kellerjordan.github.io/posts/muon
     w = w - lr (scale U V^T + decay w)     of d = U S V^T, by Newton-Schulz steps instead of the decomposition
 
 Matrices that are fused in one parameter are orthogonalized one by one: gate and up, and query, key and value, each with
-all its heads. The full matrix is gathered over the tensor-parallel ranks, which repeat each other's computation. Of
-ranks that have the same part of it (data-parallel ones at ZeRO stage 0), one takes the steps and sends its part of
-U V^T to the others: in bfloat16 if the steps were taken in it, which is exact.
+all its heads. So are the matrices that experts stack, [E, .., out, in]. The full matrix is gathered over the
+tensor-parallel ranks, which repeat each other's computation. Of ranks that have the same part of it (data-parallel ones
+at ZeRO stage 0), one takes the steps and sends its part of U V^T to the others: in bfloat16 if the steps were taken in
+it, which is exact.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from megatron.core.parallel.accelerator import float32_products, multiplies_bflo
 # must not become a whole step.
 SMALLEST_NORM = 1e-7
 
+_ELEMENTS_AT_ONCE = 2**24  # of stacked matrices: small ones share products, and large ones no memory
+
 
 def muon_update(
     parameters: Tensors,
@@ -34,7 +39,7 @@ def muon_update(
     *,
     config: MuonConfig,
 ) -> None:
-    """Take Muon's step for matrices [out, in] of which this rank has parts, in place.
+    """Take Muon's step for matrices [out, in], or stacks [.., out, in], of which this rank has parts, in place.
 
     parameters, gradients, states['momentum_buffer']: the parts, [local shape] of `matrices[i]` each. The ranks of tp,
     and those that have the same parts, must call together, with the parts of the same matrices.
@@ -89,17 +94,24 @@ def _update_shared(
 
     work = []
     for matrix in matrices:
-        columns = matrix.shape[1]
-        work.append(sum(_work(rows, columns) for rows in matrix.rows_of_matrices(split_groups=split_qkv)))
+        *stack, _, columns = matrix.shape
+        of_one = sum(_work(rows, columns) for rows in matrix.rows_of_matrices(split_groups=split_qkv))
+        work.append(math.prod(stack) * of_one)
     owners.share(work, direction, lambda i: torch.empty_like(parameters[i], dtype=dtype), update)
 
 
 def _orthogonalize_fused(full: Tensor, matrix: ShardedMatrix, dtype: torch.dtype, config: MuonConfig) -> Tensor:
-    """Return about U V^T of each matrix that is fused in `full`, [out, in] -> [out, in], in new memory."""
+    """Return about U V^T of each matrix that is fused or stacked in `full`, [.., out, in], in new memory of its shape."""
     result = torch.empty_like(full, dtype=dtype)
     inputs = matrix.matrices(full, split_groups=config.muon_split_qkv)
     outputs = matrix.matrices(result, split_groups=config.muon_split_qkv)
     for x, out in zip(inputs, outputs):
+        if matrix.is_stack:
+            stack = x.flatten(0, -3)  # [matrices, rows, in]
+            at_once = max(1, _ELEMENTS_AT_ONCE // stack[0].numel())
+            parts = [orthogonalized(part, config) for part in stack.split(at_once)]
+            out.copy_(torch.cat(parts).view(out.shape))
+            continue
         flat = x.flatten(0, -2)  # [rows, in]: the groups of an interleaved matrix one after the other
         out.copy_(orthogonalized(flat, config).view_as(out))
     return result
@@ -108,10 +120,10 @@ def _orthogonalize_fused(full: Tensor, matrix: ShardedMatrix, dtype: torch.dtype
 def _row_scales(matrix: ShardedMatrix, like: Tensor, config: MuonConfig) -> float | Tensor:
     """Return the factor of each row of this rank's part, [rows, in]; a number if it is the same in all."""
     rows = matrix.rows_of_matrices(split_groups=config.muon_split_qkv)
-    factors = [scale_factor((n, matrix.shape[1]), config.muon_scale_mode) for n in rows]
+    factors = [scale_factor((n, matrix.shape[-1]), config.muon_scale_mode) for n in rows]
     if len(set(factors)) == 1:
         return factors[0]
-    column = like.new_empty(matrix.shape[0], 1)
+    column = like.new_empty(*matrix.shape[:-1], 1)
     for part, factor in zip(matrix.matrices(column, split_groups=config.muon_split_qkv), factors):
         part.fill_(factor)
     return matrix.part(column.expand(matrix.shape))
@@ -143,19 +155,23 @@ def scale_factor(shape: tuple[int, ...], mode: str) -> float:
 def orthogonalized(matrix: Tensor, config: MuonConfig) -> Tensor:
     """Return about U V^T of the matrix U S V^T: [rows, columns] -> [rows, columns], in its dtype, in new memory.
 
+    Of a stack [n, rows, columns] that of each matrix.
+
     Newton-Schulz steps X <- a X + (b A + c A^2) X, A = X X^T, begin with matrix / max(|matrix|, 1e-7) and drive its
     singular values towards 1.
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
     x = matrix.mT if is_tall else matrix  # [smaller side, larger side], so that A is [smaller, smaller]
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64)  # in float32 its squares could underflow
+    # in float32 its squares could underflow
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     x = x / norm.clamp(min=SMALLEST_NORM).to(x.dtype)
     if _is_rounded(x.dtype, config) and multiplies_bfloat16(x.device):
         x = x.bfloat16()
     with float32_products(x.device, tf32=config.muon_fp32_matmul_prec != "highest"):
         for a, b, c in ns_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps):
             gram = x @ x.mT
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     result = x.mT if is_tall else x
     return result.to(matrix.dtype, memory_format=torch.contiguous_format)
 

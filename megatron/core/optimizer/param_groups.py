@@ -47,19 +47,25 @@ def without_embedding_decay(group_of: GroupRule) -> GroupRule:
 
 
 def non_matrices_to(optimizer: str, group_of: GroupRule) -> GroupRule:
-    """Return `group_of` with `optimizer` for every parameter that is no layer's matrix.
+    """Return `group_of` with `optimizer` for every parameter that is neither a layer's matrix nor a stack of experts'.
 
     These are the embeddings, the output layer, norms and biases.
     """
 
     def rule(name: str, placement: Placement) -> ParamGroup:
         group = group_of(name, placement)
-        is_layers_matrix = len(placement.shape) == 2 and not name.endswith(_NOT_OF_LAYERS)
-        if is_layers_matrix or group.optimizer:
+        has_matrices = len(placement.shape) == 2 or stacks_experts(placement)
+        if (has_matrices and not name.endswith(_NOT_OF_LAYERS)) or group.optimizer:
             return group
         return replace(group, optimizer=optimizer)
 
     return rule
+
+
+def stacks_experts(placement: Placement) -> bool:
+    """Return whether the parameter [E, .., out, in] stacks the matrices [out, in] of experts, which ep divides."""
+    leading = len(placement.shape) - 2
+    return placement.shard.get("ep", leading) < leading
 
 
 _EMBEDDINGS = ("embeddings.weight", "relative_pos_emb.weight")

@@ -7,7 +7,7 @@ objects it uses.
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class GlobalState:
     memory_buffer: Any = None  # used by parallel_state
     run: Any = None  # the `Runtime` of a run, for Megatron's models, whose signatures carry none
     group_of_one: Any = None  # a torch.distributed group of this rank alone
+    aux_losses_tracker: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `moe.aux_losses_tracker`
 
     @property
     def virtual_size(self) -> int | None:

@@ -26,7 +26,7 @@ from megatron.core.parallel.init_and_destroy_distributed import (
 )
 from megatron.core.parallel.mesh import MakeGroup, Mesh, StageRanks, build_mesh
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig
-from megatron.core.parallel.rank_grid import AxisSizes
+from megatron.core.parallel.rank_grid import Axis, AxisSizes
 from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 # Megatron's arguments after the third, in the order of its releases; a name -> the types of its values.
@@ -254,6 +254,29 @@ def torch_group(name: str) -> Any:
             state.group_of_one = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
         return state.group_of_one
     return axis.group.process_group if isinstance(axis.group, TorchGroup) else axis.group
+
+
+def axis_of_group(group: Any) -> Axis:
+    """Return the axis of the mesh whose ranks are those of a torch.distributed group, in the same order.
+
+    A group of a script's own stands for the axis, whose communicator is used. Raises ValueError if there is none.
+    """
+    ranks = ranks_of_group(group)
+    for axis in get_mesh().values():
+        if axis.ranks == ranks:
+            return axis
+    raise ValueError(
+        f"no axis of this job has the ranks of the given group, {ranks}; give a group of parallel_state, or one of the same "
+        "ranks in the same order"
+    )
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...] | None:
+    """Return the global ranks of a torch.distributed group, in their order; None: it is no group."""
+    for name, axis in get_mesh().items():
+        if axis.group is not None and torch_group(name) is group:
+            return axis.ranks
+    return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else None
 
 
 # Megatron's other arguments, mostly of communicators -> the values that change nothing here.

@@ -94,6 +94,11 @@ class Mesh(Mapping[str, Axis]):
         """The axis whose ranks hold different tokens: for sums of losses and token counts."""
         return self["dp_cp"]
 
+    @property
+    def replicas_sharing_experts(self) -> int:
+        """How many neighbouring replicas of the other layers have one replica of the experts among them."""
+        return max(1, self["ep_etp"].size // (self["tp"].size * self["cp"].size))
+
     def grad_axes(
         self, reduce_over: tuple[str, ...] = DATA_PARALLEL, *, shards: bool = False, divides_outer: bool = False
     ) -> GradAxes:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.core.ops.dropout_masks import MaskWords, column_words
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
+from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, check_targets_found, parts_of
 from megatron.core.sharding.boxes import slices
@@ -236,19 +237,23 @@ def add_lora(
     values: Callable[[str, str], tuple[Tensor, Tensor]] | None = None,
     keys: SampleDropoutKeys | None = None,
     rows_of_sample: SequenceShard = SequenceShard(),  # noqa: B008  (frozen)
+    elsewhere: Collection[str] = (),
 ) -> list[str]:
     """Freeze a model chunk and give its linears adapters; return the names of those with one.
 
     whole: fused linears that all-linear gives one adapter for all rows. values(name, part): the (A, B) with which the adapter
     of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's `LayerContext`, for dropout.
+    elsewhere: linears that the model has in other chunks, perhaps. Experts' stacked weights get no adapter.
     Raises ConfigError for targets that the chunk's layers lack.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     found: dict[str, set[str]] = {}
+    linears: set[str] = set()  # of the chunk, by the last component of their names
 
     def make(name: str, linear: ParallelLinear) -> nn.Module | None:
         last = name.rsplit(".", 1)[-1]
+        linears.add(last)
         rows = fused_rows(linear)
         parts = parts_of(last, len(rows.sizes) > 1, config.lora_target_modules, whole)
         if not parts:
@@ -267,9 +272,21 @@ def add_lora(
         return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
 
     names = replace_linears(chunk, make, output_layer=True)
-    if names:
+    if linears - {"output_layer"}:
         own = [name for name in config.lora_target_modules if name not in ("output_layer", "lm_head")]
-        check_targets_found(own, found)
+        has_experts = any(p.placement.reduce_over == EXPERT_DATA_PARALLEL for p in chunk.parameters())
+        check_targets_found(own, found, elsewhere=elsewhere, has_experts=has_experts)
+    return names
+
+
+def adapter_names(chunk: nn.Module) -> set[str]:
+    """Return the names of the parameters of a model chunk that adapters have added."""
+    names = set()
+    for path, module in chunk.named_modules():
+        if isinstance(module, LoRA):
+            names |= {
+                f"{path}.{name}" for name, _ in module.named_parameters(recurse=False) if name.startswith("lora_")
+            }
     return names
 
 

@@ -3,7 +3,16 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.core.base.dataclass_flags import BelowOne, ConfigError, Count, FlagConfig, Positive, option
+from megatron.core.base.dataclass_flags import (
+    BelowOne,
+    ConfigError,
+    Count,
+    FlagConfig,
+    Positive,
+    changes,
+    flag_of,
+    option,
+)
 
 WHOLE = ""  # the part that is all rows of a linear
 ALL_LINEAR = "all-linear"  # PEFT's name
@@ -66,6 +75,14 @@ class LoRAConfig(FlagConfig):
                 yield f"--lora-target-modules gives {fused} and parts of it; give the one or the others"
 
     @property
+    def without_effect(self) -> dict[str, str]:
+        """The flags that are given and change nothing, with the reason."""
+        if self.is_on:
+            return {}
+        why = "there are no adapters without --lora-rank or --lora-adapter"
+        return dict.fromkeys(map(flag_of, changes(self)), why)
+
+    @property
     def is_on(self) -> bool:
         """Whether the run has adapters."""
         return self.lora_rank is not None or self.lora_adapter is not None
@@ -102,14 +119,30 @@ def parts_of(linear: str, is_fused: bool, targets: Collection[str], whole: Colle
     return tuple(part for part in parts if part in names)
 
 
-def check_targets_found(targets: Collection[str], found: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigError for targets that the model does not have. found: linear -> its parts with an adapter."""
+def check_targets_found(
+    targets: Collection[str],
+    found: Mapping[str, Collection[str]],
+    *,
+    elsewhere: Collection[str] = (),
+    has_experts: bool = False,
+) -> None:
+    """Raise ConfigError for targets that the model does not have. found: linear -> its parts with an adapter.
+
+    elsewhere: linears that another stage may have. has_experts: whether the model has experts' stacked weights.
+    """
     missing = []
     for target in targets:
         name = canonical_name(target)
-        is_found = name == ALL_LINEAR or name in found or any(name in parts for parts in found.values())
+        is_found = (
+            name == ALL_LINEAR or name in found or name in elsewhere or any(name in parts for parts in found.values())
+        )
         if not is_found and not (name == "linear_fc1_up" and "linear_fc1" in found):
             missing.append(target)
+    if missing and has_experts and canonical_name(missing[0]) in ("linear_fc1", *PARTS["linear_fc1"], "linear_fc2"):
+        raise ConfigError(
+            f"--lora-target-modules {' '.join(missing)}: the model's MLPs are experts, whose stacked weights have no adapters "
+            "(not built); leave the name out, or give linear_qkv linear_proj"
+        )
     if missing:
         raise ConfigError(
             f"--lora-target-modules {' '.join(missing)}: the model has no such linear (a tied output layer has none of its "

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
-from megatron.core.ops.aux_losses import AuxLosses, AuxLossTotals, objective_of
+from megatron.core.ops.aux_losses import AuxLosses, AuxLossTotals, MoEAuxLossAutoScaler, objective_of
 from megatron.core.ops.deferred_wgrad import WeightGradStore, Work
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, parse_loss_tuple, read_step
@@ -56,6 +56,7 @@ class Executor:
     weight_grads: the store of the chunks' linear layers, for schedules that defer weight gradients: it collects in I only.
     nominal_tokens: tokens of a full microbatch, the weight of a loss that is a mean.
     aux_losses: what the layers of the chunks add to the objective; aux_weight: the weight of one forward's, in tokens.
+    aux_weight_in_graph: the same, of what layers add by `MoEAuxLossAutoScaler`.
     """
 
     chunks: Mapping[int, nn.Module]
@@ -72,6 +73,7 @@ class Executor:
     aux_losses: Sequence[AuxLosses] = ()
     device: torch.device | str = "cpu"
     aux_weight: float = 0.0
+    aux_weight_in_graph: float = 0.0
 
     def __post_init__(self) -> None:
         self.inputs: dict[Key, tuple[_Input, ...]] = {}  # until the backward; in evaluation until the forward has ended
@@ -97,6 +99,9 @@ class Executor:
         self.totals = LossTotals()
         if training and self.aux_losses:
             self.totals.aux = AuxLossTotals(self.aux_losses[0], self.device)
+        if training:
+            scale = torch.tensor(self.aux_weight_in_graph * loss_scale, dtype=torch.float64)
+            MoEAuxLossAutoScaler.set_loss_scale(scale)
         with torch.set_grad_enabled(training):
             for index, action in enumerate(schedule[rank]):
                 try:

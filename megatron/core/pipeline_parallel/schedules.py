@@ -41,10 +41,11 @@ from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_trans
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_inputs
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
+from megatron.core.process_groups_config import check_groups
 from megatron.core.utils import get_model_config, unwrap_model
 
 # Megatron's arguments that only concern its own transfers, groups or warm-up.
-_WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "pg_collection", "force_all_reduce")
+_WITHOUT_EFFECT = ("first_val_step", "p2p_communicator", "force_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Pipeline:
             around=self.around,
             aux_losses=self.aux_losses,
             aux_weight=aux_weight,
+            aux_weight_in_graph=1.0 if self._has_config("calculate_per_token_loss") else aux_weight,
             device=self.device,
         )
         schedule = self.schedule(num_microbatches, training=training)
@@ -218,8 +220,13 @@ class Pipeline:
 
         The data iterators of the last stage count the tokens, if they can (`CountsTokens`); else each sample counts
         all of its tokens, masked or not. num_microbatches: per rank.
+
+        Tokens are counted for a model that declares auxiliary losses, or whose config says num_moe_experts, which all
+        ranks know before the first forward. Terms that layers of another model put into the graph
+        (`MoEAuxLossAutoScaler`) are weighed as if no token were masked.
         """
-        if not self.aux_losses:
+        if not self.aux_losses and not self._has_config("num_moe_experts"):
+            gradients.aux_weight = float(self.batch.nominal_tokens * self.mesh.sequence.size)
             return
 
         # one rank of each replica knows its tokens; its ranks share them, then the replicas
@@ -239,6 +246,10 @@ class Pipeline:
         if num_known != replicas:
             tokens = self.batch.nominal_tokens * num_microbatches * self.mesh.tokens.size
         gradients.weigh_aux_losses(tokens, num_microbatches * replicas)
+
+    def _has_config(self, name: str) -> bool:
+        """Whether the config of the chunks, Megatron's, has this field set."""
+        return any(bool(_config_of(chunk, name)) for chunk in self.chunks.values())
 
     @memory_kind("other")
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
@@ -388,6 +399,7 @@ def forward_backward(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    pg_collection: Any = None,
     **others: Any,
 ) -> list[Any]:
     """Run the forwards and backwards of one step. Every rank must call.
@@ -409,6 +421,7 @@ def forward_backward(
     ValueError for another decoder_seq_length or number of iterators.
     """
     # check the arguments
+    check_groups(pg_collection, "get_forward_backward_func: pg_collection")
     not_built = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
     if not_built:
         raise TypeError(f"get_forward_backward_func: {sorted(not_built)} are not built; omit them")

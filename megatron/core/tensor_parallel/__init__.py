@@ -6,7 +6,8 @@
     autograd_collectives                      pairs of collectives: one in forward, its counterpart in backward
     cross_entropy, broadcast_batch            the loss of split logits; a batch read once a group
     saved_activations                         saved activations, sharded or offloaded
-    layers, mappings, data, random, utils     Megatron's names, which find the axis in the current mesh
+    mappings, data, random, utils             Megatron's names, which find the axis in the current mesh
+    layers                                    Megatron's module of the split layers
 
 To add a split layer: its collectives as lines of its forward, and a `Placement` after each parameter.
 """

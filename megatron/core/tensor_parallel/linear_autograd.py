@@ -4,7 +4,7 @@ Column-parallel on t ranks, each with out/t output features: weight W_i [out/t, 
 
     forward     X [s, b, in] is equal on all ranks; under sequence parallelism a rank has the rows X_i [s/t, b, in], and
                 an all-gather makes X of them. Y_i = X W_i^T [s, b, out/t]; this function leaves it on its rank.
-    saved       W_i; and X or X_i, or what it is recomputed from. To save memory the gathered X is
+    saved       W_i; and X or X_i, or what it is recomputed from, unless W_i is frozen. To save memory the gathered X is
                 not, which is why it is gathered again.
     backward    1. under sequence parallelism: start the all-gather of X_i
                 2. compute dY_i W_i [s, b, in], and start its sum over the ranks, dX: an all-reduce, or under sequence
@@ -63,14 +63,17 @@ class LinearFunction(torch.autograd.Function):
         """x: [s, b, in], or [s/t, b, in] under sequence parallelism; weight: [out/t, in] -> [s, b, out/t]"""
         # Save for the weight gradient, by the first that applies: what the backend makes of x (such as a quantised x;
         # torch's own products make nothing); the inputs from which x is recomputed, if the producer of x marked it as
-        # recomputable; x itself. Under sequence parallelism x is the shard, before it is gathered. A frozen weight
-        # changes none of this: its backward just does not use what is saved for x.
-        saved_for_x = matmul.save(x, state)
-        ctx.saved_by_backend = saved_for_x is not None
+        # recomputable; x itself. Under sequence parallelism x is the shard, before it is gathered. For a frozen weight
+        # nothing is saved: nobody would read it.
+        saved_for_x: tuple[Tensor | None, ...] | None = ()
+        ctx.saved_by_backend = False
+        ctx.restore_x = ctx.producer = None
+        if ctx.needs_input_grad[1]:
+            saved_for_x = matmul.save(x, state)
+            ctx.saved_by_backend = saved_for_x is not None
         if ctx.saved_by_backend:
             ctx.restore_x = lambda *saved: matmul.restore(saved, state)
-            ctx.producer = None
-        else:
+        elif ctx.needs_input_grad[1]:
             ctx.restore_x, saved_for_x = save_or_recompute(x)
             ctx.producer = producer_of(x)
         ctx.save_for_backward(weight, *saved_for_x)

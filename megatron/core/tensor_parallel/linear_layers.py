@@ -13,17 +13,21 @@ Column-parallel followed by row-parallel needs one collective each way:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.init import xavier_normal_
 
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.parallel import collectives
+from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.rank_grid import Axis
+from megatron.core.process_groups_config import check_group
 from megatron.core.sharding.initial_values import draw_parameter_seed, initialize_parameter
-from megatron.core.sharding.placement import Constant, InitialValue, Placement, Rows
+from megatron.core.sharding.placement import Constant, InitialValue, Normal, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
 from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
@@ -123,12 +127,69 @@ def size_per_rank(what: str, size: int, axis: Axis) -> int:
     return size // axis.size
 
 
+# Megatron's arguments that are accepted where they are False, None or empty. They have no effect: weights are always
+# drawn for the full tensor, and gradients accumulate in place.
+_WITHOUT_EFFECT = {
+    "keep_master_weight_for_test",
+    "skip_weight_param_allocation",
+    "is_expert",
+    "embedding_activation_buffer",
+    "grad_output_buffer",
+    "disable_grad_reduce",
+    "use_cpu_initialization",
+    "gradient_accumulation_fusion",
+}
+
+
+def tensor_parallel_of(config: Any = None) -> TensorParallel:
+    """Return the `TensorParallel` of the current mesh for a model's config."""
+    process = get_global_state()
+    sequence_parallel = getattr(config, "sequence_parallel", process.sequence_parallel)
+    return TensorParallel(
+        process.mesh["tp"],
+        sequence_parallel and process.mesh["tp"].size > 1,
+        getattr(config, "params_dtype", torch.get_default_dtype()),
+        process.device,
+        kv=process.mesh["kv"],
+        matmul_modes=process.matmul_modes or NATIVE,
+        fills=not process.defers_initialization,
+    )
+
+
+def _initial_value(layer: str, init: InitialValue | None, init_method: Any, stride: int, others: Any) -> InitialValue:
+    """Return the initial value, ours or Megatron's. TypeError for arguments of Megatron's that are not built."""
+    unsupported = []
+    for name, value in others.items():
+        if name == "tp_group":
+            check_group(value, "tp", f"{layer}: tp_group")
+        elif name != "tp_comm_buffer_name" and (name not in _WITHOUT_EFFECT or value):
+            unsupported.append(name)
+    if stride != 1:
+        unsupported.append(f"stride={stride} (fused parts are `blocks`)")
+    if unsupported:
+        raise TypeError(f"{layer}: not built: {', '.join(unsupported)}")
+    if init is not None:
+        return init
+    init_method = init_method or xavier_normal_
+    if not isinstance(init_method, Normal | Constant) and not callable(init_method):
+        raise TypeError(
+            f"{layer}: init_method must be init_method_normal(std), scaled_init_method_normal(std, layers) or a "
+            "function of the unsharded tensor, such as torch.nn.init.xavier_normal_, not "
+            f"{type(init_method).__name__}"
+        )
+    return init_method
+
+
 class ColumnParallelLinear(nn.Module):
     """Y = X A + b with A split by columns: each rank computes `output_size / t` of the features.
 
     forward(x): x [s, b, in], or [s/t, b, in] under sequence parallelism -> (y [s, b, out/t], None). With
     `gather_output` y is [s, b, out]. With `skip_bias_add` the bias [out/t] is returned instead of added: (y, bias).
     Every rank of the axis must call. Raises ValueError if the ranks do not divide the output.
+
+    Megatron's arguments, and ours by name. tp: the ranks; default: those of the process for Megatron's `config`, asked
+    once, here. init: the initial value, in the place of `init_method`. gather_output: default False; without `config`
+    and `tp` True, as in early Megatron.
     blocks: sizes of fused parts of the output (gate|up); each is sharded by itself. rows: this rank's features, if they
     are not an equal share. interleaved: sizes of the fused parts of a group of features (q|k|v), if such groups repeat.
     init_per_matrix: each fused part has the initial value of a weight of its own, by its own fans.
@@ -138,18 +199,28 @@ class ColumnParallelLinear(nn.Module):
         self,
         input_size: int,
         output_size: int,
-        *,
-        tp: TensorParallel,
-        init: InitialValue,
         bias: bool = True,
-        gather_output: bool = False,
+        gather_output: bool | None = None,
+        init_method: Any = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
+        *,
+        config: Any = None,
+        tp: TensorParallel | None = None,
+        init: InitialValue | None = None,
         blocks: tuple[int, ...] = (),
         rows: tuple[Rows, ...] = (),
         interleaved: tuple[int, ...] = (),
         init_per_matrix: bool = False,
+        **others: Any,
     ):
         super().__init__()
+        others["keep_master_weight_for_test"] = keep_master_weight_for_test
+        init = _initial_value("ColumnParallelLinear", init, init_method, stride, others)
+        if gather_output is None:
+            gather_output = config is None and tp is None
+        tp = tp or tensor_parallel_of(config)
         self.tp = tp
         self.blocks = blocks
         self.gather_output = gather_output
@@ -217,19 +288,32 @@ class RowParallelLinear(nn.Module):
     forward(y): y [s, b, in/t] -> (z, None) with z [s, b, out], or [s/t, b, out] under sequence parallelism. The bias is
     added once, after the sum; with `skip_bias_add` it is returned instead: (z, bias [out]). Every rank of the axis must
     call. Raises ValueError if the ranks do not divide the input.
+
+    Megatron's arguments, and ours by name. tp, init: as of a `ColumnParallelLinear`. input_is_parallel False: y is
+    [s, b, in], equal on all ranks, and each takes its part; default: False, as in Megatron, and True with `init`.
     """
 
     def __init__(
         self,
         input_size: int,
         output_size: int,
-        *,
-        tp: TensorParallel,
-        init: InitialValue,
         bias: bool = True,
+        input_is_parallel: bool | None = None,
+        init_method: Any = xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
+        *,
+        config: Any = None,
+        tp: TensorParallel | None = None,
+        init: InitialValue | None = None,
+        **others: Any,
     ):
         super().__init__()
+        self.input_is_parallel = init is not None if input_is_parallel is None else input_is_parallel
+        others["keep_master_weight_for_test"] = keep_master_weight_for_test
+        init = _initial_value("RowParallelLinear", init, init_method, stride, others)
+        tp = tp or tensor_parallel_of(config)
         self.tp = tp
         self.skip_bias_add = skip_bias_add
         self.sum_over_ranks = _sum_over_ranks(tp.sequence_parallel)
@@ -240,6 +324,8 @@ class RowParallelLinear(nn.Module):
         self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.input_is_parallel:
+            y = autograd_collectives.scatter_last(y, self.tp.axis)  # [s, b, in/t]
         z = self.tp.linear(y, self.weight, self.matmul_state)  # [s, b, out], this rank's term of the sum
         z = self.sum_over_ranks(z, self.tp.axis)  # [s, b, out] or [s/t, b, out]
         if self.skip_bias_add:
@@ -265,6 +351,9 @@ class VocabParallelEmbedding(nn.Module):
     forward(ids): [s, b] -> [s, b, h], or [s/t, b, h] under sequence parallelism. Every rank of the axis must call.
     Raises ConfigError for an id outside the vocabulary (`check_token_ids`). The local weight has `padded_size / t`
     rows; rows beyond `num_embeddings` are zero, never looked up and never trained.
+
+    Megatron's arguments, and ours by name. tp, init: as of a `ColumnParallelLinear`. reduce_scatter_embeddings: whether
+    the result is [s/t, b, h]; default: False, as in Megatron, and with `init` under sequence parallelism.
     ends: the axis of the first and the last stage, where the last one ties its output layer to this weight and makes it
     at the same time.
     """
@@ -273,15 +362,23 @@ class VocabParallelEmbedding(nn.Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        init_method: Any = xavier_normal_,
+        reduce_scatter_embeddings: bool | None = None,
         *,
-        tp: TensorParallel,
-        init: InitialValue,
+        config: Any = None,
+        tp: TensorParallel | None = None,
+        init: InitialValue | None = None,
         padded_size: int | None = None,
         ends: Axis | None = None,
+        **others: Any,
     ):
         super().__init__()
+        if reduce_scatter_embeddings is None:
+            reduce_scatter_embeddings = init is not None and tp is not None and tp.sequence_parallel
+        init = _initial_value("VocabParallelEmbedding", init, init_method, 1, others)
+        tp = tp or tensor_parallel_of(config)
         self.axis = tp.axis
-        self.sequence_parallel = tp.sequence_parallel
+        self.sequence_parallel = reduce_scatter_embeddings and tp.axis.size > 1
         self.num_embeddings = num_embeddings
         rows = size_per_rank("padded vocabulary", padded_size or num_embeddings, tp.axis)
         self.first = tp.axis.rank * rows

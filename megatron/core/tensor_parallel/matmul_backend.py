@@ -68,7 +68,7 @@ class MatmulBackend:
         """Return what to save of a layer's input for `wgrad`, such as the quantised input; None: the input itself.
 
         x: [.., in]; under sequence parallelism a column-parallel layer's [s/t, b, in]. What is saved does not come from the
-        producer of x, so `--compile regions` keeps x for it no longer.
+        producer of x, so `--compile regions` keeps x for it no longer. Not called for a frozen weight, which has no `wgrad`.
         """
         return None
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel import collectives
+from megatron.core.process_groups_config import OWN_TP_GROUP
 from megatron.core.tensor_parallel.mappings import axis_of
 from megatron.core.utils import divide
 
 
-@accepts_defaults_only(tp_group=None)
+@accepts_defaults_only(tp_group=OWN_TP_GROUP)
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False) -> Tensor:
     """Return this tensor-parallel rank's part of a tensor, of any shape, that all ranks have: [numel / t].
 
@@ -22,7 +23,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False) 
     return part.clone() if new_buffer else part
 
 
-@accepts_defaults_only(tp_group=None)
+@accepts_defaults_only(tp_group=OWN_TP_GROUP)
 def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
     """All-gather the ranks' parts, flattened: [numel / t] -> [numel]. Every tensor-parallel rank must call."""
     return collectives.all_gather(tensor.reshape(-1), axis_of())

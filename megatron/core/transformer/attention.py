@@ -26,10 +26,14 @@ from megatron.core.ops.attention.masks import Mask, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Rows
-from megatron.core.tensor_parallel import linear_layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.linear_layers import TensorParallel, size_per_rank
+from megatron.core.tensor_parallel.linear_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    size_per_rank,
+)
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention, core_attention_flops
 from megatron.core.transformer.enums import AttnMaskType
@@ -83,7 +87,7 @@ class ParallelAttention(nn.Module):
         self.heads_per_group = heads // self.groups
         self.head_width = d
 
-        self.linear_qkv = linear_layers.ColumnParallelLinear(
+        self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (n + 2 * groups) * d,
             tp=tp,
@@ -94,6 +98,7 @@ class ParallelAttention(nn.Module):
             interleaved=(n // groups * d, d, d),
         )
         self.q_layernorm, self.k_layernorm = make_qk_norms(config, context)
+        self.clip = config.clip_qkv
         self.qk_norm_axis = (
             tp.axis if config.qk_norm_over == "width" else None
         )  # ranks over whose heads a mean is taken
@@ -114,7 +119,7 @@ class ParallelAttention(nn.Module):
         self.rotation = rotated_interleaved if config.rotary_interleaved else rotated
         self.compiled_heads = REGIONS["heads_interleaved" if config.rotary_interleaved else "heads"]
 
-        self.linear_proj = linear_layers.RowParallelLinear(
+        self.linear_proj = RowParallelLinear(
             n * d, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_proj_bias
         )
 
@@ -135,7 +140,7 @@ class ParallelAttention(nn.Module):
     def get_query_key_value_tensors(
         self, mixed_qkv: Tensor, bias: Tensor | None, angles: Tensor | None = None
     ) -> "Heads":
-        """Split the product with the fused q/k/v weight into heads, normalize and rotate them.
+        """Split the product with the fused q/k/v weight into heads, normalize, clip and rotate them.
 
         mixed_qkv: [s, b, (n + 2 groups)/t d] -> q [s, b, n/t, d]; k, v [s, b, groups/t, d]. bias:
         [(n + 2 groups)/t d], of `linear_qkv`, if it is still to be added. angles: see forward. With
@@ -150,7 +155,7 @@ class ParallelAttention(nn.Module):
             angles = angles[self.rope]  # [s, b or 1, width / 2]
 
         # compiled: bias, split and rotation in one pass
-        if self.compiled and self.q_layernorm is None:
+        if self.compiled and self.q_layernorm is None and self.clip is None:
             cos = sin = None
             if angles is not None:
                 cos, sin = cosines_and_sines(angles, self.amplitude, mixed_qkv.dtype)
@@ -163,6 +168,8 @@ class ParallelAttention(nn.Module):
         if self.q_layernorm is not None:
             q, k = qk_norm((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.qk_norm_axis)
             heads = heads._replace(q=q, k=k)
+        if self.clip is not None:
+            heads = Heads(*(x.clamp(-self.clip, self.clip) for x in heads))
         if angles is not None:
             q = apply_rotary(heads.q, angles, self.amplitude, self.rotation)
             k = apply_rotary(heads.k, angles, self.amplitude, self.rotation)
@@ -270,7 +277,9 @@ class SelfAttention(ParallelAttention):
     tp must call. Raises NotImplementedError for inference_params and packed_seq_params.
     """
 
-    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only(
+        "attn_mask_type", cp_comm_type=None, pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME
+    )
     def __init__(
         self,
         config: Any,
@@ -379,7 +388,9 @@ class CrossAttention(ParallelCrossAttention):
     parts of a script's own.
     """
 
-    @accepts_defaults_only("attn_mask_type", cp_comm_type=None, pg_collection=None)
+    @accepts_defaults_only(
+        "attn_mask_type", cp_comm_type=None, pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME
+    )
     def __init__(
         self,
         config: Any,

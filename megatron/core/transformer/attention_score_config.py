@@ -22,6 +22,9 @@ class AttentionConfig(BlockConfig):
         False, "divide the attention scores of layer i by i; layers are counted from 1"
     )
     attn_logit_softcapping: Positive | None = option(None, "soft-cap c of the attention scores: c tanh(score / c)")
+    clip_qkv: Positive | None = option(
+        None, "clamp queries, keys and values to [-X, X], before rotary positions and after --qk-layernorm"
+    )
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
         "vanilla",
         "term added to the softmax's denominator (attention sink): vanilla: none; off-by-one: 1; learnable: exp of a "

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.context_parallel.cp_attention import AttentionInputs
 from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback
 from megatron.core.ops.attention.masks import Mask, MaskWithBias
@@ -11,6 +12,7 @@ from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import CountsFlops, Flops, LayerInput, attention_flops, flops_of
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel.rank_grid import ALONE
+from megatron.core.process_groups_config import OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Normal, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -126,6 +128,7 @@ class DotProductAttention(CoreAttention):
     with a window.
     """
 
+    @accepts_defaults_only(pg_collection=OWN_GROUPS_BY_NAME, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
         self,
         config: Any,

@@ -10,8 +10,8 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, children_flops
 from megatron.core.ops.fused_layer_ops import activation_of
-from megatron.core.tensor_parallel import linear_layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.process_groups_config import OWN_TP_GROUP
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import of_process
@@ -39,7 +39,7 @@ class ParallelMLP(nn.Module):
             config.activation_region, config.activation_func_clamp_value, config.glu_linear_offset
         )
         self.activation = activation.select(config, tp.device)
-        self.linear_fc1 = linear_layers.ColumnParallelLinear(
+        self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             2 * ffn_size if config.is_gated else ffn_size,
             tp=tp,
@@ -48,13 +48,15 @@ class ParallelMLP(nn.Module):
             skip_bias_add=compiles(config, tp.device),  # a compiled activation adds it
             blocks=(ffn_size, ffn_size) if config.is_gated else (),
         )
-        self.linear_fc2 = linear_layers.RowParallelLinear(
+        self.linear_fc2 = RowParallelLinear(
             ffn_size, config.hidden_size, tp=tp, init=config.output_init, bias=config.has_mlp_bias
         )
         declare_tiled_use(self.linear_fc1.weight, self.tiles)
         declare_tiled_use(self.linear_fc2.weight, self.tiles)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tiles == 1:
+            return self.linear_fc2(self.activations(x))[0]
         return run_tiled(lambda tile: self.linear_fc2(self.activations(tile))[0], self.tiles, self.keys, x)
 
     def activations(self, x: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class MLP(ParallelMLP):
     None). Every rank of tp must call. Building it raises NotImplementedError for is_expert and another input_size.
     """
 
-    @accepts_defaults_only("input_size", ffn_hidden_size=None, tp_group=None)
+    @accepts_defaults_only("input_size", ffn_hidden_size=None, tp_group=OWN_TP_GROUP)
     def __init__(
         self,
         config: Any,

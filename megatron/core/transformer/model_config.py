@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, NotNegative, WholeNumber, option
+from megatron.core.base.dataclass_flags import (
+    BelowOne,
+    Count,
+    FlagConfig,
+    NotNegative,
+    WholeNumber,
+    default_of,
+    option,
+    option_fields,
+)
 from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception, layer_pattern
-from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.core.transformer.moe.moe_config import OF_EXPERTS, MoEConfig
 from megatron.core.transformer.shape_config import ShapeConfig
 
 if TYPE_CHECKING:  # the settings are read without torch, for --help
@@ -247,10 +256,13 @@ def canonical_layer_pattern(name: str, value: Any, layers: Any) -> Any:
 def canonical_expert_settings(settings: Mapping[str, Any], ffn_size: int) -> dict[str, Any]:
     """Return what settings of a model say of its experts, in one spelling, so that two models can be compared.
 
-    {} for a model without experts. ffn_size: the width of its dense MLPs.
+    Of a model without experts its settings of experts are defaults, since it reads none of them. ffn_size: the width of
+    its dense MLPs.
     """
     experts = settings.get("num_experts")
     layers = settings.get("num_layers")
+    if experts in (None, 0, 1):
+        return {field.name: default_of(field) for field in option_fields(ModelConfig) if field.name in OF_EXPERTS}
     if type(experts) is not int or experts < 2 or type(layers) is not int or not 0 < layers <= LONGEST:
         return {}
     pattern = layer_pattern(settings.get("moe_layer_freq") or "1")

@@ -16,6 +16,7 @@ from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
 from megatron.core.ops.attention.masks import Documents, Mask, tensors_of
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.shard_sequence import positions_of
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.transformer.cross_attention import CrossAttentionState
 from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
@@ -70,7 +71,7 @@ class TransformerBlock(HoldsActivations, MegatronModule):
     missing position_ids, and for samples that are too long; NotImplementedError for other arguments of Megatron's.
     """
 
-    @accepts_defaults_only("post_process", pg_collection=None)
+    @accepts_defaults_only("post_process", pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
         self,
         config: Any,
@@ -280,7 +281,8 @@ class TransformerBlock(HoldsActivations, MegatronModule):
     def reserve(self, microbatches: int) -> None:
         """Allocate slots for the saved inputs of exactly `microbatches` microbatches in flight."""
         groups = [group for group in self._groups() if group.recompute and group.first >= self.activations.offloaded]
-        self.activations.slots.reserve(len(groups) * microbatches)
+        if groups:
+            self.activations.slots.reserve(len(groups) * microbatches)
 
 
 class LayerGroup(NamedTuple):

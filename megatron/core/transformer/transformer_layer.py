@@ -25,6 +25,7 @@ from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
@@ -121,7 +122,7 @@ class TransformerLayer(MegatronModule):
 
     gives_hidden_states = True  # for --inspect: the first result is [s, b, h] ([s/t, b, h])
 
-    @accepts_defaults_only("hidden_dropout", pg_collection=None)
+    @accepts_defaults_only("hidden_dropout", pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
         self,
         config: Any,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import (
     ConfigError,
+    FlagConfig,
     FlagParser,
     build,
     default_of,
@@ -139,7 +140,10 @@ def parse_args(
 
     # build the components
     unreadable = {name for source in sources for name in source.unreadable}
-    parts, build_problems = _build_all(settings, unreadable)
+    parts, build_problems = _build_all(settings, unreadable, COMPONENTS)
+    of_script = {kind.__name__: kind for kind in parser.configs_of_script()}
+    parts_of_script, problems_of_script = _build_all(_option_defaults(parser) | settings, unreadable, of_script)
+    build_problems += problems_of_script
     if problems or build_problems:
         raise ArgumentsError(problems + build_problems, parts)
     config = Config(**parts, own=script_flag_values(parser, settings, names))
@@ -153,6 +157,9 @@ def parse_args(
         warned |= source.warned
         others |= source.others
     no_effect |= unread_here | config.without_effect
+    for part in parts_of_script.values():
+        if isinstance(part, FlagConfig):
+            no_effect |= part.without_effect
     notes = [note for description in taken for note in description.notes]
     notes += repeated_flags(parser, words)
     notes += reason_lines("no effect here", no_effect)
@@ -398,14 +405,16 @@ def _is_set(name: str, settings: Mapping[str, Any]) -> bool:
     return not isinstance(default, bool) or settings[name] != default
 
 
-def _build_all(settings: Mapping[str, Any], unreadable: set[str]) -> tuple[dict[str, Any], list[str]]:
+def _build_all(
+    settings: Mapping[str, Any], unreadable: set[str], components: Mapping[str, type]
+) -> tuple[dict[str, Any], list[str]]:
     """Return the config of each valid component, and the problems of the others.
 
     A component with an unreadable setting is skipped.
     """
     parts = {}
     problems = []
-    for name, component in COMPONENTS.items():
+    for name, component in components.items():
         if unreadable & {field.name for field in option_fields(component)}:
             continue
         try:

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 from megatron.core.base.dataclass_flags import build, default_of, option_fields
 from megatron.core.datasets.data_config import DEFAULT_SPLIT
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.transformer.model_config import ModelConfig, canonical_expert_settings, canonical_layer_pattern
+from megatron.core.transformer.model_config import (
+    OF_EXPERTS,
+    ModelConfig,
+    canonical_expert_settings,
+    canonical_layer_pattern,
+)
 from megatron.training.arguments.config import COMPONENTS
 
 Parts = Mapping[str, Mapping[str, Any]]  # component -> setting -> value, as `Config.as_json`
@@ -141,6 +146,18 @@ def compare(
     checkpoint_parts = _in_force(saved)
     if "own" not in checkpoint_parts:
         run_parts.pop("own", None)
+    # if one of two models has experts, that says all: what its experts are is no difference of its own
+    has_experts = [
+        parts.get("transformer", {}).get("num_experts") is not None for parts in (run_parts, checkpoint_parts)
+    ]
+    if has_experts[0] != has_experts[1]:
+        ignored.update(OF_EXPERTS)
+        ignored.remove("num_experts")
+        if None in (
+            run_parts["transformer"].get("ffn_hidden_size"),
+            checkpoint_parts["transformer"].get("ffn_hidden_size"),
+        ):
+            ignored.add("ffn_hidden_size")
 
     for part in dict.fromkeys([*run_parts, *checkpoint_parts]):
         if part in NOT_COMPARED_PARTS:

@@ -16,8 +16,8 @@ _READ_BY = {"AdamW": _ADAM, "Adam with L2": _ADAM, "SGD": ("sgd_momentum",), "Mu
 def unread_flags(config: Any) -> dict[str, str]:
     """Return flag -> why it has no effect, for flags whose value is not the default. config: a `Config`."""
     rules = (
-        *(_of_model, _of_pipeline, _of_optimizer, _of_learning_rate, _of_loss_scale, _of_exits, _of_data, _of_saving),
-        *(_of_skipped_training, _of_validation, _of_outputs, _of_absent_flags),
+        *(_of_model, _of_experts, _of_pipeline, _of_optimizer, _of_learning_rate, _of_loss_scale, _of_exits, _of_data),
+        *(_of_saving, _of_skipped_training, _of_validation, _of_outputs, _of_absent_flags),
     )
     reasons = {}
     for rule in rules:
@@ -105,6 +105,16 @@ def _of_model(config: Any) -> Iterator[Unread]:
             yield model, ("min_offloaded_tensor_size",), why
 
 
+def _of_experts(config: Any) -> Iterator[Unread]:
+    model = config.transformer
+    for names, why in model.idle_settings_of_experts():
+        yield model, names, why
+    if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
+        yield model, ("tiled_mlp",), "every layer has experts, and only a dense MLP has tiles"
+        if model.moe_ffn_hidden_size is not None:
+            yield model, ("ffn_hidden_size",), "every layer has experts, of --moe-ffn-hidden-size"
+
+
 def _of_pipeline(config: Any) -> Iterator[Unread]:
     parallel = config.parallel
     if parallel.pipeline_model_parallel_size == 1:
@@ -184,6 +194,11 @@ def _of_data(config: Any) -> Iterator[Unread]:
     if config.data.mock_data:
         of_files = ("data_cache_path", "mid_level_dataset_surplus", "mmap_bin_files", "epoch_stable_order")
         yield config.data, of_files, "made-up data have no files"
+    if config.data.sft:
+        why = "--sft reads examples, each a document of its own, in an order of its own"
+        of_documents = ("epoch_stable_order", "mid_level_dataset_surplus", "mmap_bin_files", "eod_mask_loss")
+        yield config.data, (*of_documents, "dataloader_inter_document_masking"), why
+        yield config.fim, [field.name for field in option_fields(type(config.fim))], "--sft reorders no documents"
 
 
 def _of_saving(config: Any) -> Iterator[Unread]:
@@ -206,11 +221,16 @@ def _of_skipped_training(config: Any) -> Iterator[Unread]:
 
 
 def _of_validation(config: Any) -> Iterator[Unread]:
+    training = config.training
+    if not training.eval_tasks:
+        yield training, ("eval_tasks_limit",), "no tasks are evaluated without --eval-tasks"
     if not config.validates:
-        of_validation = ("eval_interval", "eval_micro_batch_size", "start_eval_at_iter")
-        yield config.training, of_validation, "there is no validation with --eval-iters 0"
-    elif not config.training.eval_interval:
-        yield config.training, ("start_eval_at_iter",), "with --eval-interval 0 validation comes after training"
+        why = "there is no validation with --eval-iters 0"
+        yield training, ("eval_micro_batch_size", "eval_global_batch_size"), why
+        if not training.eval_tasks:  # which are evaluated at the same steps
+            yield training, ("eval_interval", "start_eval_at_iter"), why
+    elif not training.eval_interval:
+        yield training, ("start_eval_at_iter",), "with --eval-interval 0 validation comes after training"
 
 
 def _of_absent_flags(config: Any) -> Iterator[Unread]:

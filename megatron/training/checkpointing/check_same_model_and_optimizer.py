@@ -6,7 +6,7 @@ Other settings that have changed are printed.
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,21 +120,25 @@ def absent_parameters(
     device: torch.device,
     *,
     load_optimizer: bool,
+    adapters: Collection[str] = (),
 ) -> set[str]:
     """Return the parameters that a checkpoint lacks and that keep their initial values, by their names in a checkpoint.
 
-    model: name -> this rank's part. Every rank must call. Parameters of heads that the checkpoint's architecture does
-    not have are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
+    model: name -> this rank's part. adapters: this rank's parameters that a base cannot have. Every rank must call.
+    Parameters of heads that the checkpoint's architecture does not have, and adapters if all of them and nothing else
+    are absent, are named in one line. Any other is refused with CheckpointError, unless --allow-missing-tensors is given
     and no optimizer state is loaded, or --dist-ckpt-strictness says that it gets new state too. Then one WARNING names
     them, those of all layers once.
     """
     state = checkpoint.state
     saved_names = {*checkpoint.names}
     own_lacking = [name for name in model if name not in saved_names]
-    texts = collectives.all_gather_texts(json.dumps(own_lacking), world, device)
-    lacking = list(dict.fromkeys(name.removeprefix(_MODEL) for text in texts for name in json.loads(text)))
+    texts = collectives.all_gather_texts(json.dumps([own_lacking, sorted(adapters)]), world, device)
+    ranks = [json.loads(text) for text in texts]
+    lacking = list(dict.fromkeys(name.removeprefix(_MODEL) for names, _ in ranks for name in names))
     if not lacking:
         return set()
+    all_adapters = {name.removeprefix(_MODEL) for _, names in ranks for name in names}
 
     head_names = {*recorded_absent_head_params(state)}
     missing_of_heads = [name for name in lacking if name in head_names]
@@ -154,7 +158,9 @@ def absent_parameters(
     if missing_of_heads:
         print_rank_0(f"{source} has no {describe_heads(missing_of_heads)}, as its architecture: they get first values")
     with_state = ", and new optimizer state" if load_optimizer else ""
-    if len(others) == 1:
+    if others and {*others} == all_adapters:
+        print_rank_0(f"{source} has no adapters, as their base: the {len(others)} parameters of them get first values")
+    elif len(others) == 1:
         print_rank_0(f"WARNING: {source} lacks {with_hf_names(state, others[0])}: it gets first values{with_state}")
     elif others:
         by_layer: dict[str, list[str]] = {}
@@ -336,20 +342,28 @@ def check_same_model(
 
 
 def problems_of_settings(
-    runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool, resizes: bool = False
+    runtime: Runtime,
+    saved: dict[str, Any],
+    source: str,
+    *,
+    resumes: bool,
+    resizes: bool = False,
+    are_taken: bool = False,
 ) -> list[str]:
     """Return how the checkpoint's model, tokenizer and, if `resumes`, precision differ from this run's settings.
 
     No model is needed. source: the checkpoint's flag and folder. resizes: the vocabulary is resized, so its size and
-    the tokenizer may differ.
+    the tokenizer may differ. are_taken: the run takes the checkpoint's settings also without --use-checkpoint-args.
     """
     config = runtime.config
+    are_taken = are_taken or config.checkpoint.use_checkpoint_args
+    leave_out = "; leave its flag out" if are_taken else ""
     changes = _changes(runtime, saved)
     problems = []
     for change in changes.model:
         if change.is_new and not resumes:
             continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
-        problems.append(f"{source} holds another model; {_difference(change)}")
+        problems.append(f"{source} holds another model; {_difference(change)}{'' if change.is_unknown else leave_out}")
     if not config.checkpoint.allow_rope_change:
         for change in changes.rope:
             advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
@@ -365,7 +379,7 @@ def problems_of_settings(
             problems.append(tokenizer)
 
     # one flag takes them all from the checkpoint
-    if problems and not config.checkpoint.use_checkpoint_args:
+    if problems and not are_taken:
         problems.insert(
             0,
             f"{source} holds a model of other settings than the flags describe: --use-checkpoint-args takes those of the "

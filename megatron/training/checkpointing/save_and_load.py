@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.convert import is_foreign
+from megatron.convert import is_foreign, open_foreign
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import (
@@ -37,6 +37,7 @@ from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_mo
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
+from megatron.core.peft.lora import adapter_names
 from megatron.core.sharding.boxes import size_of
 from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.checkpoint_to_load import Start, loads_what_it_saves, where_to_start
@@ -222,20 +223,25 @@ def refuse_other_settings(runtime: Runtime, start: Start | None) -> None:
     """Refuse a checkpoint whose model has other settings than this run's, by its manifest alone. Every rank must call.
 
     It is asked before the model is built; `load` asks again, with the model. A folder of another project has set the
-    flags itself, and a checkpoint that cannot be read is told by `load`. Raises ConfigError.
+    flags that are not given, and others may contradict it. A checkpoint that cannot be read is told by `load`. Raises
+    ConfigError.
     """
     config = runtime.config.checkpoint
     world = runtime.mesh["world"]
     with collectives.raise_together(world, runtime.device.torch_device):
-        if world.is_first and start is not None and not is_foreign(start.root, _newest_iteration(start)):
+        if world.is_first and start is not None:
+            of_other_project = is_foreign(start.root, _newest_iteration(start))
             source = f"{start.flag} {start.root}"
             with contextlib.suppress(CheckpointError, OSError), check_same_model_and_optimizer.naming_source(source):
-                checkpoint = newest_with_good_manifest(start)
+                if of_other_project:
+                    checkpoint = open_foreign(start.root, iteration=_newest_iteration(start))
+                else:
+                    checkpoint = newest_with_good_manifest(start)
                 check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
                 resumes = not start.weights_only
                 resizes = config.resize_token_embeddings is not None and not (config.load_optim and resumes)
                 problems = check_same_model_and_optimizer.problems_of_settings(
-                    runtime, checkpoint.state, source, resumes=resumes, resizes=resizes
+                    runtime, checkpoint.state, source, resumes=resumes, resizes=resizes, are_taken=of_other_project
                 )
                 if problems:
                     raise ConfigError(problems)
@@ -366,8 +372,16 @@ def _load_checkpoint(
             runtime.config, parameters, checkpoint, world, device
         )
         check_same_model_and_optimizer.check_position_table_rows(runtime.config, parameters, checkpoint, world, device)
+        adapters = {f"{_MODEL}{name}" for module in modules for name in adapter_names(module)}
         absent = check_same_model_and_optimizer.absent_parameters(
-            runtime.config, parameters, checkpoint, source, world, device, load_optimizer=load_optimizer
+            runtime.config,
+            parameters,
+            checkpoint,
+            source,
+            world,
+            device,
+            load_optimizer=load_optimizer,
+            adapters=adapters,
         )
     if load_optimizer:
         check_same_model_and_optimizer.check_same_optimizer(runtime, checkpoint.state)

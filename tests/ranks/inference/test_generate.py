@@ -397,6 +397,13 @@ def test_a_state_that_names_no_model_is_refused():
         read_saved_settings({"vocab_size": 5, "config": saved}, "X")
 
 
+def test_experts_have_no_capacity_at_inference():
+    transformer = {"num_experts": 4, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    config = {"transformer": transformer, "data": {}, "tokenizer": {}}
+    read = read_saved_settings({"vocab_size": 5, "config": config}, "X").transformer
+    assert (read.num_experts, read.moe_expert_capacity_factor) == (4, None)
+
+
 def test_a_tokenizer_that_a_script_adds_is_there_with_that_script():
     script = Path(__file__).parents[2] / "promises/tokenizer/pretrain.py"
     config = {"transformer": {}, "data": {}, "tokenizer": {"tokenizer_type": "Letters"}}

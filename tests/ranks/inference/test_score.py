@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expert_models import LLAMA as EXPERTS
 from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, TINY_LLAMA, VOCAB
 
@@ -25,6 +26,7 @@ MODELS = {
     "llama": TINY_LLAMA,
     "window": replace(TINY_LLAMA, window_size="3,0"),
     "soft cap": replace(TINY_LLAMA, attn_logit_softcapping=2.0),
+    "experts": replace(EXPERTS, moe_token_dispatcher_type="alltoall"),
     "relative": replace(TINY_GPT2, position_embedding_type="relative"),
 }
 
@@ -104,6 +106,9 @@ LAYOUTS = [
     ("gpt2", {"pp": 2, "cp": 2}),
     ("llama", {"tp": 2, "pp": 2, "dp": 2}),
     ("llama", {"cp": 2, "dp": 2}),
+    ("experts", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
+    ("experts", {"dp": 4, "ep": 2}),
+    pytest.param("experts", {"pp": 2, "cp": 2, "dp": 2, "ep": 4}, marks=pytest.mark.sweep),
 ]
 
 

@@ -7,6 +7,7 @@ process, whose gradients are those of one graph over the whole batch.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+    track_moe_metrics,
+)
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.step import train_step
@@ -83,10 +91,14 @@ class GatedLayer(nn.Module):
         counts = self.context.sum_over_sample(routed) / SEQ
         means = self.context.sum_over_sample(chances.sum(0)) / SEQ
         balance = EXPERTS * (counts * means).sum(-1)  # [b]
-        self.context.aux_losses.add("balance", self.layer_number, balance, COEFFICIENTS["balance"])
+        y = self.with_loss(y, "balance", balance)
         if self.layer_number > 1:  # not in every layer
             size = self.context.sum_over_sample((y @ self.probe.t()).square().sum((0, 2))).sqrt()  # [b]
-            self.context.aux_losses.add("size", self.layer_number, size.mean(), COEFFICIENTS["size"])
+            y = self.with_loss(y, "size", size.mean())
+        return y
+
+    def with_loss(self, y: Tensor, name: str, value: Tensor) -> Tensor:
+        self.context.aux_losses.add(name, self.layer_number, value, COEFFICIENTS[name])
         return y
 
 
@@ -111,7 +123,7 @@ UNMASKED = Subject(make_model, forward_step, unmasked_sample)
 def batches_of(batch: BatchShape, first: int, mesh: Any, subject: Subject) -> Iterator:
     """The batches of a step. With masks they are counted before the step."""
     batches = microbatches(batch, first, mesh, TEXTS, subject.sample, subject.uncut)
-    if subject is MASKED:
+    if subject is MASKED or subject is OF_MEGATRON:
         return CountedBatches(batches, lambda rows: float(rows["whole_mask"].sum()))
     return batches
 
@@ -336,15 +348,23 @@ class Penalised(nn.Module):
 
     def inner(self, x: Tensor) -> Tensor:  # [b, 5] -> the same
         x = self.first(x).tanh()
-        self.aux_losses.add("penalty", 1, x.square().sum(-1).sqrt(), 0.3)
+        return self.with_penalty(x, x.square().sum(-1).sqrt())
+
+    def with_penalty(self, x: Tensor, penalty: Tensor) -> Tensor:
+        self.aux_losses.add("penalty", 1, penalty, 0.3)
         return x
 
     def forward(self, x: Tensor) -> Tensor:  # [b, 5] -> [b, 3]
         return self.second(checkpoint(self.inner, x, use_reentrant=False))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_engine_has_the_gradients_of_one_graph(stage: int):
+class PenalisedAsInMegatron(Penalised):
+    def with_penalty(self, x: Tensor, penalty: Tensor) -> Tensor:
+        return MoEAuxLossAutoScaler.apply(x, 0.3 * penalty.mean())
+
+
+@pytest.mark.parametrize(("make", "stage"), [*((Penalised, stage) for stage in range(4)), (PenalisedAsInMegatron, 2)])
+def test_the_engine_has_the_gradients_of_one_graph(make: type[Penalised], stage: int):
     """Two micro batches on two ranks, the first with two forwards and two backwards; layers are recomputed."""
     data = torch.randn(
         2, 2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -362,7 +382,7 @@ def test_the_engine_has_the_gradients_of_one_graph(stage: int):
         means.append(collected[0].value.item())
 
     def work(mesh: Any) -> tuple[list[float], dict[str, Tensor]]:
-        model = Penalised(AuxLosses("penalty", num_layers=2))
+        model = make(AuxLosses(*["penalty"] * (make is Penalised), num_layers=2))
         config = EngineConfig(accumulation=2, data_parallel=DataParallelConfig(zero_stage=stage))
         engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), config, mesh)
         found = []
@@ -372,15 +392,19 @@ def test_the_engine_has_the_gradients_of_one_graph(stage: int):
                     engine(part)  # adds nothing
                 x = part.chunk(2)[mesh.samples.rank]
                 loss = engine(x).square().mean()
-                engine.backward(loss / 4, retain_graph=True)
-                engine.backward(loss * 3 / 4)
+                if make is Penalised:
+                    engine.backward(loss / 4, retain_graph=True)
+                    engine.backward(loss * 3 / 4)
+                else:  # each backward of a term in the graph counts
+                    engine.backward(loss)
                 engine.step()
-            found.append(engine.aux_losses["penalty"])
-            assert engine.aux_losses_by_layer == {"penalty": {1: found[-1]}}
+            if make is Penalised:
+                found.append(engine.aux_losses["penalty"])
+                assert engine.aux_losses_by_layer == {"penalty": {1: found[-1]}}
         return found, engine.module_state_dict()
 
     for found, state in run_ranks({"dp": 2}, work):
-        assert found == pytest.approx(means, rel=TOLERANCE)
+        assert found == pytest.approx(means, rel=TOLERANCE) or make is not Penalised
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=TOLERANCE, msg=name)
 
@@ -408,6 +432,155 @@ def test_values_of_half_precision_are_summed_in_float32():
     with aux_losses.collecting() as collected:
         aux_losses.add("balance", 1, torch.full((2,), 0.1, dtype=torch.bfloat16), 1.0)
     assert collected[0].value.dtype == torch.float32
+
+
+# ---------------------------------------------------------------- layers written against Megatron
+
+
+class GatedLayerOfMegatron(GatedLayer):
+    def with_loss(self, y: Tensor, name: str, value: Tensor) -> Tensor:
+        save_to_aux_losses_tracker(name, value.mean(), self.layer_number, TINY_GPT2.num_layers)
+        return MoEAuxLossAutoScaler.apply(y, COEFFICIENTS[name] * value.mean())
+
+
+def make_model_of_megatron(config: ModelConfig, *, context: LayerContext, **parts: Any) -> GPTModel:
+    model = GPTModel(config, positions=SEQ, context=context, make_layer=GatedLayerOfMegatron, **parts)
+    model.config = SimpleNamespace(**vars(config), num_moe_experts=EXPERTS)
+    return model
+
+
+OF_MEGATRON = replace(MASKED, make=make_model_of_megatron)
+
+
+class Writer:
+    """Takes the place of TensorBoard's writer, and of wandb."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        self.scalars[name] = float(value)
+
+    def log(self, scalars: dict[str, Any], iteration: int) -> None:
+        self.scalars |= {name: float(value) for name, value in scalars.items()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, pp=2, m=2, recompute="uniform 1"),
+        pytest.param(Layout(pp=2, v=2, m=4, schedule="zb-v", data_parallel=zero(2), dp=2), marks=pytest.mark.sweep),
+        pytest.param(Layout(cp=2, m=2, tp=2, sp=True, data_parallel=zero(3)), marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_terms_in_the_graph_have_the_gradients_of_declared_ones(layout: Layout):
+    """And Megatron's tracker has their means, layer by layer. The first stage has no layer with a "size"."""
+
+    def work(mesh: Any) -> dict[str, Any]:
+        trainer = AuxTrainer(mesh, layout, OF_MEGATRON)
+        norm = trainer.step(0).grad_norm
+        grads = pieces_of_chunks(trainer.chunks, mesh, lambda p: p.main_grad, {"sums": trainer.buffers})
+        writers = [Writer(), Writer()]
+        totals: dict[str, Tensor] = {"size": torch.tensor(5.0)}
+        of_model = {"track_names": NAMES, "num_layers": TINY_GPT2.num_layers, "force_initialize": True}
+        track_moe_metrics(1 / layout.m, 0, *writers, totals, per_layer_logging=True, **of_model)
+        left = get_moe_layer_wise_logging_tracker()
+        assert all(not tracked["values"].any() for tracked in left.values()) and left.keys() == set(NAMES)
+        return {"norm": norm, "grads": grads, "scalars": [writer.scalars for writer in writers], "totals": totals}
+
+    ranks = run_ranks(layout.sizes, work, delayed=layout.delayed, stages=layout.stages if layout.pp > 1 else None)
+    wanted = first_step()
+    assert ranks[0]["norm"] == pytest.approx(wanted["norms"][0], rel=TOLERANCE)
+    assert_gradients([rank["grads"] for rank in ranks], wanted["grads"])
+    by_layer = wanted["reports"][0][1]
+    scalars = {}
+    for name in NAMES:
+        scalars[name] = sum(by_layer[name].values()) / TINY_GPT2.num_layers
+        for i in range(TINY_GPT2.num_layers):
+            scalars[f"moe/{name}_layer_{i}"] = by_layer[name].get(i + 1, 0.0)
+    for rank in ranks:
+        assert rank["scalars"] == [pytest.approx(scalars, rel=TOLERANCE)] * 2
+        totals = {name: float(mean) for name, mean in rank["totals"].items()}
+        assert totals == pytest.approx({"balance": scalars["balance"], "size": 5.0 + scalars["size"]}, rel=1e-6)
+
+
+PER_TOKEN = pytest.param(True, marks=pytest.mark.full, id="calculate_per_token_loss")
+
+
+@pytest.mark.parametrize("per_token", [pytest.param(False, id="mean"), PER_TOKEN])
+def test_terms_in_the_graph_in_a_loop_of_ones_own(per_token: bool):
+    """With a loss scale too. Per token, the layer multiplies its term by the tokens of the microbatch, as Megatron's do."""
+    layout = Layout(dp=2, pp=2, m=2)
+    tokens = BATCH // layout.dp // layout.m * SEQ
+
+    class Layer(GatedLayerOfMegatron):
+        def with_loss(self, y: Tensor, name: str, value: Tensor) -> Tensor:
+            return super().with_loss(y, name, value * tokens if per_token else value)
+
+    def make(config: ModelConfig, *, context: LayerContext, **parts: Any) -> GPTModel:
+        model = GPTModel(config, positions=SEQ, context=context, make_layer=Layer, **parts)
+        model.config = SimpleNamespace(**vars(config), params_dtype=torch.float64, calculate_per_token_loss=per_token)
+        return model
+
+    def work(mesh: Any) -> Any:
+        chunks, _, _ = build_chunks(mesh, TINY_GPT2, layout, subject=replace(UNMASKED, make=make))
+        batch = BatchShape(BATCH // layout.dp // layout.m, layout.m)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[batches_of(batch, 0, mesh, UNMASKED) for _ in chunks],
+            model=list(chunks.values()),
+            num_microbatches=layout.m,
+            seq_length=SEQ,
+            micro_batch_size=batch.micro_batch_size,
+            grad_scale_func=lambda loss: 8.0 * loss,
+        )
+        for chunk in chunks.values():
+            chunk.scale_gradients(1 / 8.0)
+        buffers = [buffer for chunk in chunks.values() for buffer in chunk.buffers]
+        return pieces_of_chunks(chunks, mesh, lambda p: p.main_grad, {"sums": buffers})
+
+    assert_gradients(run_ranks(layout.sizes, work), outcome(Layout(m=2), UNMASKED, steps=1)["grads"])
+
+
+def assert_gradients(found: list[Any], wanted: dict[str, Tensor]) -> None:
+    for key, value in put_together(found).items():
+        worst = (value - wanted[key]).abs().max()
+        assert worst <= TOLERANCE * value.abs().max(), f"{key} differs by {worst}"
+
+
+def test_terms_in_the_graph_of_a_loop_that_calls_backward_itself():
+    """Their gradient is the scale that the script sets, of Megatron's shape [1] too. The output is passed on unchanged."""
+    x = torch.arange(3.0, requires_grad=True)
+    for scale in (torch.tensor(0.5), torch.tensor([0.25])):
+        MoEAuxLossAutoScaler.set_loss_scale(scale)
+        y = MoEAuxLossAutoScaler.apply(x * 2, (x * x).sum())
+        y.sum().backward()
+        assert torch.equal(y, 2 * x)
+        torch.testing.assert_close(x.grad, 2 + 2 * x.detach() * scale)
+        x.grad = None
+
+
+def test_the_tracker_adds_once_what_a_recomputed_layer_saves():
+    def work(mesh: Any) -> list[float]:
+        def layer(x: Tensor) -> Tensor:
+            save_to_aux_losses_tracker("balance", x.sum(), 2, 3)
+            save_to_aux_losses_tracker("balance", x.sum(), None, 3)  # of no layer
+            return x.square()
+
+        for _ in range(2):
+            checkpoint(layer, torch.ones(4, requires_grad=True), use_reentrant=False).sum().backward()
+        with pytest.raises(ValueError) as error:
+            save_to_aux_losses_tracker("balance", torch.ones(()), 4, 3)
+        assert tells(error.value, "balance 4 1 3")
+        with pytest.raises(ValueError) as error:
+            track_moe_metrics(1.0, 0, track_names=["other"])
+        assert tells(error.value, "other force_initialize num_layers")
+        values = get_moe_layer_wise_logging_tracker()["balance"]["values"].tolist()
+        clear_aux_losses_tracker()
+        return values
+
+    assert run_ranks({}, work) == [[0.0, 8.0, 0.0]]
 
 
 # ---------------------------------------------------------------- models of two stacks

@@ -3,18 +3,20 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from types import SimpleNamespace
 
+import expert_models
 import pytest
 import torch
 from covering import cover
+from expert_models import zero
 from layouts import Layout
 from local_ranks import run_ranks
 from muon_matrix import DIMENSIONS, MODELS, SHARDS, MuonCase, all_cases, covering_cases, main, outcomes
 from parity_cases import TOLERANCE
-from tiny_run import TINY_GPT2, TINY_LLAMA, TinyTrainer, assert_equal, my_pieces, put_together, run
+from tiny_run import TINY_GPT2, TINY_LLAMA, Outcome, TinyTrainer, assert_equal, my_pieces, put_together, run
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
@@ -29,6 +31,7 @@ from megatron.core.parallel.accelerator import float32_products
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.placement import Placement
+from megatron.core.transformer.model_config import ModelConfig
 
 MUON = OptimizerConfig(optimizer="muon", clip_grad=0.5, weight_decay=0.1, muon_extra_scale_factor=0.2)
 _LAYOUTS, _SHARDS = ("tp2", "pp2", "tp2sp-pp2-v2"), ("0 overlapped", "1", "1 hybrid")
@@ -187,6 +190,25 @@ def test_fused_matrices_are_orthogonalized_one_by_one():
     torch.testing.assert_close(step(grouped, together, interleaved=(6, 3, 3)), step(grouped), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("mode", BY_HAND)
+def test_each_matrix_of_a_stack_is_updated_as_one_of_its_own(mode: str, monkeypatch: pytest.MonkeyPatch):
+    """Experts [E, 2, f, h] and [E, h, f], some without tokens, in products of a few and of one."""
+    config = MuonConfig(muon_scale_mode=mode, muon_nesterov=True)
+    for at_once in (2**24, 1, 200):
+        monkeypatch.setattr("megatron.core.optimizer.muon_matrix_update._ELEMENTS_AT_ONCE", at_once)
+        for shape in ((3, 2, 12, 8), (3, 8, 12)):
+            weight, gradients = number(6, *shape), [number(seed, *shape) for seed in (7, 8)]
+            for gradient in gradients:
+                gradient[1] = 0
+            found = update(weight, gradients, config)[0].flatten(0, -3)
+            for i, matrix in enumerate(weight.flatten(0, -3)):
+                own = [gradient.flatten(0, -3)[i] for gradient in gradients]
+                torch.testing.assert_close(found[i], update(matrix, own, config)[0], rtol=1e-12, atol=1e-13)
+
+
+OF_EXPERTS = {".weight": None, ".bias": "adam"}
+
+
 def test_our_models_say_which_matrices_are_fused():
     (tiny,) = run_ranks({}, lambda mesh: TinyTrainer(mesh, TINY_LLAMA, Layout()))
     placements = {
@@ -212,14 +234,45 @@ def test_all_axes_give_the_numbers_of_one_process():
     assert_equal(*outcomes(MuonCase("tp2sp-pp2-v2", "1 overlapped", "one group", "nesterov")), TOLERANCE)
 
 
-@pytest.mark.full
-def test_states_are_torchs_and_a_run_goes_on_bit_for_bit_and_in_another_layout(tmp_path):
-    sharded = Layout(tp=2, dp=2, data_parallel=DataParallelConfig(zero_stage=1))
+EXPERTS = replace(expert_models.LLAMA, num_layers=2, moe_shared_expert_intermediate_size=8)
 
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sp=True, pp=2, etp=2, data_parallel=DataParallelConfig(zero_stage=0), m=2),
+        Layout(tp=2, dp=2, ep=2, etp=2, data_parallel=zero(1)),
+        Layout(dp=4, ep=2, data_parallel=zero(1, num_distributed_optimizer_instances=2)),
+        Layout(dp=2, data_parallel=zero(0), delayed=True),
+    ],
+    ids=str,
+)
+def test_experts_in_a_layout_have_the_weights_of_one_process(layout: Layout):
+    assert_equal(run(EXPERTS, layout, steps=2, optimizer=MUON), experts_of_one_process(), TOLERANCE)
+
+
+@cache
+def experts_of_one_process() -> Outcome:
+    return run(EXPERTS, Layout(), steps=2, optimizer=MUON)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("config", "matrices", "sharded", "other"),
+    [
+        (TINY_LLAMA, 4 * 4, Layout(tp=2, dp=2, data_parallel=zero(1)), Layout(pp=2)),
+        (EXPERTS, 2 * 7, Layout(tp=2, dp=2, ep=2, etp=2, data_parallel=zero(1)), Layout(dp=2, ep=2)),
+    ],
+    ids=["dense", "experts"],
+)
+def test_states_are_torchs_and_a_run_goes_on_bit_for_bit_and_in_another_layout(
+    config: ModelConfig, matrices: int, sharded: Layout, other: Layout, tmp_path
+):
     def train(mesh: Mesh, layout: Layout, first: int, steps: int) -> list:
-        tiny = TinyTrainer(mesh, TINY_LLAMA, layout, optimizer=MUON)
+        tiny = TinyTrainer(mesh, config, layout, optimizer=MUON)
         kinds = {kind: set(tensors) for kind, tensors in tiny.adam.tensors().items()}
-        assert len(kinds["momentum_buffer"]) == 4 * 4 // layout.pp  # matrices of 4 layers
+        assert len(kinds["momentum_buffer"]) == matrices // layout.pp
         assert kinds["exp_avg"] == kinds["exp_avg_sq"] and not kinds["exp_avg"] & kinds["momentum_buffer"]
         if first:
             tiny.load(tmp_path)
@@ -234,7 +287,6 @@ def test_states_are_torchs_and_a_run_goes_on_bit_for_bit_and_in_another_layout(t
     run_ranks(sharded.sizes, partial(train, layout=sharded, first=0, steps=2))
     again = put_together(run_ranks(sharded.sizes, partial(train, layout=sharded, first=2, steps=1)))
     assert all(torch.equal(again[name], value) for name, value in whole.items())
-    other = Layout(pp=2)
     elsewhere = put_together(run_ranks(other.sizes, partial(train, layout=other, first=2, steps=1)))
     for name, value in whole.items():
         torch.testing.assert_close(elsewhere[name], value, rtol=1e-10, atol=1e-12)
@@ -321,6 +373,10 @@ def test_tables_norms_biases_and_the_output_layer_are_left_to_the_other_optimize
     optimizers = {name: group_of(name, Placement(shape, None)).optimizer for name, shape in shapes.items()}
     assert [name for name, optimizer in optimizers.items() if optimizer is None] == [*shapes][-2:]
     assert set(optimizers.values()) == {None, "adam"}
+    of_experts = {"decoder.layers.0.mlp.experts.linear_fc1" + end: optimizer for end, optimizer in OF_EXPERTS.items()}
+    for name, optimizer in of_experts.items():
+        stack = Placement((4, 2, 16, 16) if name.endswith("weight") else (4, 2, 16), None, shard={"ep": 0, "etp": 2})
+        assert group_of(name, stack).optimizer == optimizer
     chosen = replace(MUON, muon_scalar_optimizer="sgd").grouping(lambda name, placement: ParamGroup(optimizer="adam"))
     assert chosen("decoder.layers.0.mlp.linear_fc1.weight", Placement((64, 16), None)).optimizer == "adam"
 

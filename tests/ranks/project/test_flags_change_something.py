@@ -62,6 +62,11 @@ VALUES = {
     "--muon-num-ns-steps": "3",
     "--save-hf-max-shard-size": "1KB",
     "--iterations-to-skip": "2",
+    "--moe-layer-freq": "2",
+    "--moe-router-load-balancing-type": "seq_aux_loss",
+    "--moe-aux-loss-coeff": "0.5",
+    "--moe-router-dtype": "fp64",
+    "--num-experts": "4",
 }
 # What gives a flag something to do.
 USES = {
@@ -106,6 +111,19 @@ USES = {
     "--error-injection-rate": "--rerun-interval 1",
     "--error-injection-type": "--rerun-interval 1 --error-injection-rate 1",
 }
+# The same of experts: each is given in a run with a mixture of 4 experts, and these words.
+USES_OF_EXPERTS = {
+    "--moe-shared-expert-gate": "--moe-shared-expert-intermediate-size 8",
+    "--moe-shared-expert-overlap": "--moe-shared-expert-intermediate-size 8 --moe-token-dispatcher-type alltoall",
+    "--moe-router-num-groups": "--moe-router-num-groups 1 --moe-router-group-topk 1",
+    "--moe-router-group-topk": "--moe-router-num-groups 2 --moe-router-group-topk 1",
+    "--moe-router-enable-expert-bias": "--moe-router-score-function sigmoid",
+    "--moe-router-bias-update-rate": "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --save {tmp}/saved",
+    "--moe-router-load-balancing-type": "--moe-aux-loss-coeff 0.5",
+    "--moe-pad-expert-input-to-capacity": "--moe-expert-capacity-factor 0.5",
+    "--moe-token-drop-policy": "--moe-expert-capacity-factor 0.5",
+    "--moe-apply-probs-on-input": "--moe-router-topk 1 --moe-router-pre-softmax",
+}
 # Flags that change neither numbers nor files nor log in a run of one process that goes well -> what they change.
 ELSEWHERE = {
     "what happens when a number, a rank, a disk or a limit is bad": (
@@ -115,6 +133,10 @@ ELSEWHERE = {
         "--decrease-batch-size-if-needed --poison-released-buffers"
     ),
     "speed or memory": "--eval-micro-batch-size --num-workers --empty-unused-memory-level --recompute-modules --tiled-mlp --tiled-loss --recompute-granularity",
+    "speed or memory of experts, or where their tokens travel": (
+        "--moe-shared-expert-overlap --moe-token-dispatcher-type --moe-grouped-gemm --moe-layer-recompute"
+    ),
+    "what a script may do": "--moe-enable-routing-replay",
     "which process this is, or how it joins others": "--local-rank --distributed-backend --cp-comm-type",
     "which number ends a document, in files and in generated text": "--null-tokenizer-eod-id",
 }
@@ -246,7 +268,26 @@ def test_a_flag_has_an_effect_where_it_is_of_use(name: str, folder: Path):
     assert given != base
 
 
+OF_EXPERTS = [flag for flag in FLAGS if flag.name.startswith("--moe-") and flag.name != "--moe-per-layer-logging"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("flag", OF_EXPERTS, ids=lambda flag: " ".join(flag.words))
+def test_a_flag_of_experts_has_an_effect_or_is_named_in_a_mixture(flag: Flag, folder: Path):
+    """With what it needs beside it, and alone."""
+    with_experts = "--num-experts 4 --ffn-hidden-size 8"
+    for more in sorted({"", USES_OF_EXPERTS.get(flag.name, "")}):
+        base = outcome_without(f"{with_experts} {more}")
+        assert base.code == 0
+        given = outcome(f"{with_experts} {more} {shlex.join(flag.words)}", folder)
+        if given.code != 0:
+            assert given.code == 2 and "cannot start" in given.error, given.error
+        elif (given.lines, given.files) == (base.lines, base.files):
+            assert flag.name in ONLY_ELSEWHERE, f"{more} {flag.words} changes nothing, and no line names it"
+
+
 def test_each_list_names_flags():
     names = {flag.name for flag in FLAGS}
+    assert USES_OF_EXPERTS.keys() <= {flag.name for flag in OF_EXPERTS}
     assert ONLY_ELSEWHERE | USES.keys() | VALUES.keys() <= names
     assert len(FLAGS) > 250 and {field.name for field in fields(Outcome)} == {"code", "lines", "error", "files"}

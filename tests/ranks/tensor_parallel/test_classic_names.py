@@ -16,6 +16,7 @@ from megatron.core.parallel.global_state import defer_weight_initialization
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import initialize_parameters, normal_box
 from megatron.core.sharding.placement import Constant, pieces
+from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.utils import VocabUtility
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
@@ -189,6 +190,28 @@ def test_layers_with_megatrons_arguments_equal_plain_torch(tp, config):
     outs = run_ranks({"tp": tp}, work)
     whole = torch.cat(outs) if config.sequence_parallel else outs[0]
     torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_split_layer_is_one_class_with_both_contracts():
+    """Where ours begins with `init`, its defaults are ours: row-parallel input, an embedding in parts under sequence parallelism."""
+
+    def work(mesh):
+        tp = LayerContext.from_mesh(mesh, torch.float64, sequence_parallel=True).tp
+        for name in ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"):
+            assert getattr(mt, name) is getattr(linear_layers, name)
+        column, row, table = (
+            kind(8, 4, tp=tp, init=Constant(0.5))
+            for kind in (mt.ColumnParallelLinear, mt.RowParallelLinear, mt.VocabParallelEmbedding)
+        )
+        assert (column.gather_output, row.input_is_parallel, table.sequence_parallel) == (False, True, True)
+        assert (column.weight == 0.5).all()
+        column, row, table = (
+            kind(8, 4, init_method=Constant(0.5))
+            for kind in (mt.ColumnParallelLinear, mt.RowParallelLinear, mt.VocabParallelEmbedding)
+        )
+        assert (column.gather_output, row.input_is_parallel, table.sequence_parallel) == (True, False, False)
+
+    run_ranks({"tp": 2}, work)
 
 
 def test_the_order_of_arguments_of_version_2():

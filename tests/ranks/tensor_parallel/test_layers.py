@@ -12,6 +12,7 @@ import torch
 from local_ranks import run_ranks
 from said import tells
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError
@@ -240,14 +241,18 @@ def test_a_weight_with_a_buffer_gets_its_gradient_there(dtype: torch.dtype, buff
 
 
 @over_ranks
-def test_a_frozen_weight_costs_no_gradient(t: int, delayed: bool):
+def test_a_frozen_weight_costs_no_gradient_and_saves_no_input(t: int, delayed: bool):
     def work(mesh):
+        saved: list[Tensor] = []
         layer = ColumnParallelLinear(IN, OUT, tp=double(mesh, sp=True), init=Normal(1.0), bias=False)
         fill(layer.weight, part(WEIGHT, mesh, 0))
         layer.weight.requires_grad_(False)
         x = leaf(part(X, mesh, 0))
         with mesh.ledger.record() as calls:
-            (layer(x)[0] * part(PULL, mesh, 2)).sum().backward()
+            with saved_tensors_hooks(lambda kept: saved.append(kept) or kept, lambda kept: kept):
+                y = layer(x)[0]
+            (y * part(PULL, mesh, 2)).sum().backward()
+        assert [kept.data_ptr() for kept in saved] == [layer.weight.data_ptr()]
         return x.grad, layer.weight.grad, [call.op for call in calls]
 
     _, dx, _, _ = plain_linear()

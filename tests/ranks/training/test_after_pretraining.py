@@ -9,7 +9,7 @@ import pytest
 from documents import ROOT, commands_of
 from local_ranks import run_ranks
 from script_run import trainer_of
-from sft_folder import CHATML, chats, read_safetensors, write_lines, write_model
+from sft_folder import CHATML, FinetuneScript, chats, read_safetensors, write_lines, write_model
 from whole_run import run
 
 import finetune_gpt
@@ -19,18 +19,6 @@ from tools import generate, lora, preprocess_data, train_tokenizer
 
 TINY = " --seq-length 96 --log-interval 1 --device cpu"
 TOOLS = {"generate": generate, "lora": lora, "preprocess_data": preprocess_data, "train_tokenizer": train_tokenizer}
-
-
-class Script:
-    """finetune_gpt.py with the defaults of a command line."""
-
-    train_valid_test_datasets_provider = staticmethod(finetune_gpt.train_valid_test_datasets_provider)
-    model_provider = staticmethod(finetune_gpt.model_provider)
-    forward_step = staticmethod(finetune_gpt.forward_step)
-    extra_args_provider = staticmethod(finetune_gpt.add_own_flags)
-
-    def __init__(self, flags: str):
-        self.args_defaults = finetune_gpt.defaults_of(flags.split())
 
 
 def train(words: list[str]) -> None:
@@ -44,7 +32,7 @@ def obey(command: str) -> None:
     words = [(glob.glob(word) or [word])[0] for word in words]  # as a shell does
     if program == "torchrun":
         flags = " ".join(words[3:]) + TINY
-        script = Script(flags)
+        script = FinetuneScript(flags)
 
         def train_rank(mesh: Mesh) -> None:
             with trainer_of(script, mesh, flags, predicts=False) as trainer:

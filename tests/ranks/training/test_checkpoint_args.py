@@ -6,7 +6,7 @@ import pytest
 from said import tells
 from whole_run import TINY, run
 
-from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError, flag_of
 from megatron.core.dist_checkpointing import manifest_format as disk
 from megatron.training.arguments.checkpoint_args import _MODEL, _TOKENIZER, words_of_setting
 from megatron.training.arguments.command_line import make_parser, parse_args
@@ -144,6 +144,35 @@ def test_with_the_flag_only_what_contradicts_it_is_told(tmp_path, capsys):
     told = capsys.readouterr()
     assert "num_layers: the checkpoint has 2, this run has 3" in told.out + told.err
     assert ADVICE not in told.out + told.err
+
+
+OF_A_LLAMA = f"{OF_ANOTHER_MODEL} --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope"
+
+
+@pytest.mark.full
+def test_what_contradicts_a_folder_of_another_project_is_told_once_before_anything_is_built(tmp_path, capsys):
+    """A folder has the model's settings itself, so that no flag is missing: one of its sizes is given otherwise."""
+    run(f"{OF_A_LLAMA} --train-iters 1 --save-hf {tmp_path}/hf --save {tmp_path}/run")
+    (folder,) = (tmp_path / "hf").glob("iter_*")
+    bare = shlex.split(
+        "--seq-length 8 --mock-data --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu --train-iters 2"
+    )
+    for flag, size in {
+        "--load": "num_layers 4",
+        "--pretrained-checkpoint": "hidden_size 16",
+        "--use-checkpoint-args --load": "num_attention_heads 4",
+        "--finetune --pretrained-checkpoint": "num_experts 4",
+    }.items():
+        capsys.readouterr()
+        name, value = size.split()
+        given = f"{flag_of(name)} {value} --tokenizer-type NullTokenizer --vocab-size 31"
+        with pytest.raises(SystemExit):
+            run(f"{flag} {folder} {given}", tiny=bare)
+        told = capsys.readouterr()
+        lines = [line.strip() for line in (told.out + told.err).splitlines()]
+        (problem,) = (line for line in lines if line.startswith("- "))
+        assert f"{name}: the checkpoint has" in problem and f"this run has {value}; leave its flag out" in problem
+        assert not any("building the model" in line for line in lines)
 
 
 def test_settings_that_are_required_are_in_the_checkpoint(tmp_path, capsys):

@@ -2,15 +2,29 @@
 
 import json
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from cases import write_folders
 from local_ranks import run_ranks
 from script_run import settings_of, trainer_of
-from sft_folder import CHATML, VOCABULARY, chats, read_safetensors, write_lines, write_model
+from sft_folder import (
+    CHATML,
+    VOCABULARY,
+    FinetuneScript,
+    chats,
+    counting_chats,
+    read_safetensors,
+    write_lines,
+    write_model,
+    write_safetensors,
+)
+from thread_writers import thread_writers
 
-import finetune_gpt
 from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import load_whole_tensors
@@ -30,18 +44,6 @@ SIZES = (
 LORA = " --lora-rank 2 --lora-dropout 0.2"
 
 
-class Script:
-    """finetune_gpt.py with the defaults of a command line."""
-
-    train_valid_test_datasets_provider = staticmethod(finetune_gpt.train_valid_test_datasets_provider)
-    model_provider = staticmethod(finetune_gpt.model_provider)
-    forward_step = staticmethod(finetune_gpt.forward_step)
-    extra_args_provider = staticmethod(finetune_gpt.add_own_flags)
-
-    def __init__(self, flags: str):
-        self.args_defaults = finetune_gpt.defaults_of(flags.split())
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("base")
@@ -57,7 +59,7 @@ def flags_of(base: Path, more: str = "") -> str:
 
 def train(base: Path, sizes: dict[str, int], more: str) -> list[dict[str, torch.Tensor]]:
     flags = flags_of(base, more)
-    script = Script(flags)
+    script = FinetuneScript(flags)
 
     def train_rank(mesh: Mesh) -> dict[str, torch.Tensor]:
         with trainer_of(script, mesh, flags, predicts=False) as trainer:
@@ -109,6 +111,11 @@ def test_a_resume_is_bit_for_bit_and_the_base_keeps_its_bytes(lora: str, base: P
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
     assert {path.name: path.read_bytes() for path in (base / "model").iterdir()} == before
     if lora:
+        said = capsys.readouterr().out
+        assert (
+            "has no adapters, as their base: the 28 parameters of them get first values" in said
+            and "WARNING" not in said
+        )
         saved = [name for name in load_whole_tensors(tmp_path / "half") if name.startswith("model/")]
         assert len(saved) == 28 and all("lora" in name for name in saved)
         weights = read_safetensors(base / "model/model.safetensors")
@@ -117,6 +124,109 @@ def test_a_resume_is_bit_for_bit_and_the_base_keeps_its_bytes(lora: str, base: P
         write_model(tmp_path / "other", seed=1)
         with pytest.raises(RuntimeError, match="is not the base of --load"):
             train(base, {}, f"{lora} --train-iters 4 --load {tmp_path}/half --pretrained-checkpoint {tmp_path}/other")
+
+
+@pytest.fixture
+def writers() -> Iterator[None]:
+    with thread_writers():
+        yield
+
+
+@pytest.mark.sweep
+def test_a_resume_of_asynchronous_saves_is_bit_for_bit_and_may_have_another_layout(
+    base: Path, tmp_path: Path, writers: None
+):
+    sizes, layout = LAYOUTS["tp sp zero 3"]
+    flags = f"{LORA} --fp64 --optimizer sgd --lr 1"
+    saved = f"{flags}{layout} --async-save"
+    whole = train(base, sizes, f"{saved} --train-iters 4 --save {tmp_path}/whole")
+    train(base, sizes, f"{saved} --train-iters 2 --save {tmp_path}/half")
+    again = train(base, sizes, f"{saved} --train-iters 4 --load {tmp_path}/half --save {tmp_path}/again")
+    for before, after in zip(whole, again, strict=True):
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    expected = load_whole_tensors(tmp_path / "whole")
+    for name, value in load_whole_tensors(tmp_path / "again").items():
+        assert torch.equal(value, expected[name]), name
+    sizes, layout = LAYOUTS["pp cp"]
+    for other, more in ((sizes, layout), ({}, " --micro-batch-size 2")):
+        out = tmp_path / f"of-{len(other)}"
+        train(base, other, f"{flags}{more} --train-iters 4 --load {tmp_path}/half --save {out} --async-save")
+        got = load_whole_tensors(out)
+        for name in [name for name in expected if name.startswith("model/")]:
+            torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_merged_folder_has_the_logits_of_the_adapters(kind: str, base: Path, tmp_path: Path):
+    folder = write_model(tmp_path / "model", kind)
+    flags = f"{LORA} --pretrained-checkpoint {folder}"
+    train(base, {}, f"{flags} --train-iters 4 --save {tmp_path}/own")
+    assert lora_tool.main(["--load", f"{tmp_path}/own", "--base", str(folder), "--merge", f"{tmp_path}/merged"]) == 0
+    tokens, positions = torch.arange(40)[None] * 6, torch.arange(40)[None]
+    loading = flags_of(base, f"{flags} --train-iters 4 --load {tmp_path}/own")
+    script = FinetuneScript(loading)
+
+    def logits_of_adapters(mesh: Mesh) -> torch.Tensor:
+        with trainer_of(script, mesh, loading, predicts=False) as trainer, torch.no_grad():
+            return trainer.model[0].module.eval()(tokens, positions, None)
+
+    def logits_of(path: Path) -> torch.Tensor:
+        checkpoint = open_foreign(path)
+        config = ModelConfig(**checkpoint.state["config"]["transformer"])
+        with torch.no_grad():
+            return load_gpt(checkpoint, config, vocab_size=checkpoint.state["vocab_size"], positions=256)(
+                tokens, positions, None
+            )
+
+    (expected,) = run_ranks({}, logits_of_adapters)
+    words = VOCABULARY + 5
+    torch.testing.assert_close(logits_of(tmp_path / "merged")[..., :words], expected[..., :words], rtol=0, atol=1e-6)
+    assert (logits_of(folder) - expected)[..., :words].abs().max() > 1e-3
+
+
+@pytest.mark.sweep
+def test_a_model_with_experts_has_adapters_beside_them(tmp_path: Path, capsys):
+    """On attention, and on the MLP of the layer without experts, whose stage is another."""
+    base = write_folders(tmp_path, ["qwen3_moe"])["qwen3_moe"]
+    lines = [{"prompt": f"{i % 7} {i % 5} 3", "completion": f"{i % 3} 9"} for i in range(16)]
+    write_lines(tmp_path / "numbers.jsonl", lines)
+    words = json.loads((base / "config.json").read_text())["vocab_size"]
+    data = f"--data-path {tmp_path}/numbers.jsonl --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size {words - 1}"
+    flags = f"{SIZES} {data} --pretrained-checkpoint {base} --device cpu --fp64 --optimizer sgd --lr 1 --train-iters 2"
+    flags = (
+        flags.replace("--seq-length 64", "--seq-length 16")
+        + " --lora-rank 2 --lora-target-modules linear_proj linear_fc2"
+    )
+
+    def work(mesh: Mesh, flags: str) -> None:
+        with trainer_of(FinetuneScript(flags), mesh, flags, predicts=False) as trainer:
+            trainer.run()
+
+    layout = " --pipeline-model-parallel-size 3 --expert-model-parallel-size 2"
+    run_ranks({"pp": 3, "dp": 2, "ep": 2}, partial(work, flags=f"{flags}{layout} --save {tmp_path}/layout"))
+    run_ranks({}, partial(work, flags=f"{flags} --save {tmp_path}/alone"))
+    got, expected = load_whole_tensors(tmp_path / "layout"), load_whole_tensors(tmp_path / "alone")
+    trained = [name for name in expected if name.startswith("model/")]
+    assert len(trained) == 2 * (3 + 1)
+    for name in trained:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-10)
+    assert lora_tool.main(["--load", f"{tmp_path}/layout", "--save-peft", f"{tmp_path}/peft"]) == 0
+    assert "WARNING: model.layers.0.mlp.down_proj is named as experts' matrices are" in capsys.readouterr().out
+    targets = json.loads((tmp_path / "peft/adapter_config.json").read_text())["target_modules"]
+    assert targets == ["model.layers.0.mlp.down_proj", "o_proj"]
+    again = flags.partition(" --lora-rank")[0] + f" --lora-adapter {tmp_path}/peft"
+    assert FinetuneScript(again).args_defaults["lora_target_modules"] == ["linear_proj", "linear_fc2"]
+
+    write_folders(tmp_path, ["mixtral"])
+    of_experts = flags.replace("qwen3_moe", "mixtral").replace("linear_proj", "linear_fc1")
+    with pytest.raises(
+        RuntimeError, match="linear_fc1 linear_fc2: the model's MLPs are experts, whose stacked weights"
+    ):
+        run_ranks({}, partial(work, flags=of_experts))
+    whole = of_experts.replace("linear_fc1 linear_fc2", "all-linear").replace("--train-iters 2", "--train-iters 1")
+    run_ranks({}, partial(work, flags=whole))
+    assert "all-linear: the experts' weights have no adapters" in capsys.readouterr().out
 
 
 @pytest.mark.sweep
@@ -141,8 +251,8 @@ def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop
         ("--data-path missing.jsonl", r"--data-path missing\.jsonl: there is no such file; --sft reads JSON lines"),
         ("--mock-data", "exclude each other|--mock-data has none"),
         (
-            "--data-path 0.5 {base}/chats.jsonl 0.5 {base}/chats.jsonl",
-            "a blend with weights was given; leave the weights out",
+            "--data-path 0.5 {base}/chats.jsonl 0.5 {base}/chats.jsonl --epochs 2",
+            "--epochs 2: a blend with weights has no epoch, since its files are repeated as the weights ask; give --train-iters",
         ),
         (
             "--lora-rank 2 --lora-target-modules linear_x q_proj",
@@ -164,7 +274,7 @@ def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop
 def test_bad_settings_are_one_line(more: str, problem: str, base: Path):
     flags = flags_of(base, more.format(base=base))
     with pytest.raises(ConfigError) as error:
-        script = Script(flags)
+        script = FinetuneScript(flags)
         config, args = settings_of(script, flags + ("" if "--epochs" in more else " --train-iters 1"))
         check(config, 1)
         if problems := config.data.missing_files():
@@ -192,7 +302,30 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: 
     )
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ConfigError, match="has tensors that belong to no linear of the model: base_model"):
-        Script(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+        FinetuneScript(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+
+
+def write_adapter(folder: Path, **pairs: tuple[int, int]) -> Path:
+    """Write a folder as PEFT's: (in, out) of each module, and beside an output layer's pair its frozen weight."""
+    folder.mkdir()
+    tensors = {}
+    for module, (width, rows) in pairs.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ones((2, width), np.float32)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = np.ones((rows, 2), np.float32)
+        if module == "lm_head":
+            tensors[f"base_model.model.{module}.base_layer.weight"] = np.ones((rows, width), np.float32)
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    return folder
+
+
+def test_a_folder_of_peft_may_have_the_output_layers_weight_and_no_experts(base: Path, tmp_path: Path):
+    flags = flags_of(base, "--lora-adapter ")
+    folder = write_adapter(tmp_path / "head", lm_head=(16, VOCABULARY + 5))
+    assert FinetuneScript(f"{flags}{folder}").args_defaults["lora_target_modules"] == ["output_layer"]
+    folder = write_adapter(tmp_path / "experts", **{"model.layers.0.block_sparse_moe.experts.0.w1": (16, 24)})
+    with pytest.raises(ConfigError, match=r"adapts experts, such as .*; adapters of experts are not built: merge it"):
+        FinetuneScript(f"{flags}{folder}")
 
 
 @pytest.mark.sweep
@@ -200,16 +333,7 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: 
 def test_a_tuned_model_stops(one_id: bool, tmp_path: Path):
     """Of 100 prompts of the training set's form 95 end with the end-of-turn token within 64 tokens, greedy."""
     write_model(tmp_path / "model", one_id=one_id)
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": f"count {i}"},
-                {"role": "assistant", "content": f"{i} is {i % 7}" + "!" * (i % 3)},
-            ]
-        }
-        for i in range(100)
-    ]
-    write_lines(tmp_path / "chats.jsonl", records)
+    write_lines(tmp_path / "chats.jsonl", counting_chats(100))
     train(tmp_path, {}, f" --train-iters 200 --seq-length 128 --no-sft-packing --save-hf {tmp_path}/tuned")
     (folder,) = (tmp_path / "tuned").iterdir()
     checkpoint = open_foreign(folder)

@@ -50,6 +50,8 @@ OPTIONS: dict[str, dict] = {
     "a scale": {"softmax_scale": 0.2, "scale_attn_by_inverse_layer_idx": True},
     "capped attention": {"attn_logit_softcapping": 0.5},
     "capped attention in a window": {"attn_logit_softcapping": 0.5, "window_size": "2,0", "softmax_scale": 0.9},
+    "clipped heads": {"clip_qkv": 0.05},
+    "clipped heads after norms": {"clip_qkv": 0.5, "qk_layernorm": True, "qk_norm_over": "width"},
     "one more in the denominator": {"softmax_type": "off-by-one"},
     "sinks": {"softmax_type": "learnable", "attn_logit_softcapping": 0.8},
     "sinks, unfused": {"softmax_type": "learnable", "attn_logit_softcapping": 0.8, "attention_backend": "unfused"},

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_run import SEQ, TINY_LLAMA
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_losses import objective_of
@@ -86,6 +87,11 @@ NUMBERS = [
     (SAMPLE, 0.413686798930, 2.045869759096),
     ({**SAMPLE, "moe_router_pre_softmax": True}, 0.361268587382, 1.833136376643),
     ({**SAMPLE, **SIGMOID}, 0.127763833680, 1.823571224601),
+    (
+        {**SAMPLE, **SIGMOID, "moe_router_pre_softmax": True},
+        0.127763833680,
+        1.823571224601,
+    ),  # as DeepSeek-V3 is started
     ({**SAMPLE, **SIGMOID, "moe_router_topk_scaling_factor": 2.5}, 0.319564401310, 4.558928061502),
     (
         {
@@ -196,6 +202,32 @@ def test_a_recomputation_keeps_the_choices_and_counts_no_token_twice():
     assert layer.router.counts_so_far[1] == 2
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_sinkhorn_divides_a_microbatch_evenly_in_training_alone(k: int):
+    config = replace(TINY, moe_router_load_balancing_type=["sinkhorn"], moe_router_topk=k)
+    layer, x = of_tokens(replace(config, moe_enable_routing_replay=True))
+    with torch.no_grad():
+        layer.router.weight[0] += 10 * x.mean((0, 1))  # an expert that many tokens like
+    rows = layer.rows_of(x)[1]
+    logits = layer.router.logits(x)
+    replay = RouteReplay([layer])
+    with replay.recording():
+        expected = run(layer, x)
+    loads = layer.router.tokens_per_expert.clone()
+    with replay.replaying():
+        assert all(torch.equal(a, b) for a, b in zip(run(layer, x), expected, strict=True))
+    y = recompute_in_backward(layer, layer.context.keys, x, modules=[layer])
+    got = [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+    layer.eval()
+    plain = layer.router(x, rows)
+    assert torch.equal(plain.ids, logits.topk(k).indices.sort(-1).values)
+    scores = logits.sigmoid() if k == 1 else logits.softmax(-1)
+    torch.testing.assert_close(plain.weights, scores.gather(-1, plain.ids), rtol=1e-12, atol=0)
+    assert loads.max() < plain.ids.flatten().bincount().max()
+
+
 def test_forced_balance_gives_each_expert_as_many_tokens_and_jitter_is_off_in_evaluation():
     config = replace(TINY, moe_router_force_load_balancing=True, moe_input_jitter_eps=0.5)
     layer, x = of_tokens(config)
@@ -216,3 +248,26 @@ def test_an_expert_without_rows_has_gradients_of_zero():
     layer.router.end_of_step()
     assert layer.router.tokens_of_last_step.tolist() == [SEQ, SEQ] + [0] * 6
     assert layer.router.idle_steps.tolist() == [0, 0] + [1] * 6
+
+
+def test_frozen_experts_save_no_rows_and_the_gradient_of_the_input_is_the_same():
+    layer, x = of_tokens(TINY)
+
+    def saved_and_gradient() -> tuple[int, Tensor]:
+        """The elements that are saved for the backward, and the gradient of x."""
+        saved: dict[int, Tensor] = {}
+
+        def keep(kept: Tensor) -> Tensor:
+            saved[kept.data_ptr()] = kept
+            return kept
+
+        with saved_tensors_hooks(keep, lambda kept: kept):
+            y = layer(x)
+        return sum(kept.numel() for kept in saved.values()), torch.autograd.grad(y.square().sum(), x)[0]
+
+    trained, expected = saved_and_gradient()
+    layer.experts.requires_grad_(False)
+    frozen, got = saved_and_gradient()
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    rows = SEQ * 2 * TINY.moe_router_topk
+    assert trained - frozen == rows * (TINY.hidden_size + TINY.moe_ffn_hidden_size), "the inputs of both products"

@@ -74,6 +74,25 @@ def test_every_layout_trains_as_one_process(layout: Layout, model: str, router: 
     assert router != "bias" or any(value.any() for value in got.biases.values())
 
 
+# of microbatches of 4 samples, which Sinkhorn's iteration balances
+SINKHORN = [
+    Layout(cp=2, tp=2, sp=True, ep=2, etp=1, m=2, recompute="uniform 2", data_parallel=zero(0)),
+    Layout(tp=2, dp=2, ep=4, etp=1, m=1, data_parallel=zero(2)),
+]
+
+
+@pytest.mark.full
+def test_sinkhorn_balances_a_microbatch_alike_in_every_layout():
+    """Megatron balances the tokens of each rank, so that tensor- and context-parallel ranks change the choice there."""
+    options = {"moe_router_load_balancing_type": ["sinkhorn"], "moe_z_loss_coeff": 0.01, "moe_input_jitter_eps": 0.1}
+    config = replace(LLAMA, num_layers=2, **options)
+    expected = outcome(config, Layout(m=2))[0]
+    without = outcome(replace(config, moe_router_load_balancing_type=["none"]), Layout(m=2), 1)[0]
+    assert abs(expected.losses[0] - without.losses[0]) > 1e-6
+    for layout in SINKHORN:
+        assert_equal(outcome(config, layout)[0], expected, 1e-10)
+
+
 # ---------------------------------------------------------------- what Megatron's layouts change, by name
 
 BALANCED = {"moe_aux_loss_coeff": [0.3]}
@@ -125,8 +144,8 @@ def test_every_dispatcher_and_layout_drops_the_same_tokens_in_the_order_of_the_s
 def test_the_expert_bias_moves_once_in_a_step_by_the_tokens_of_all_its_microbatches():
     config = config_of("gpt2", "bias")
 
-    def work(mesh: Mesh, layout: Layout) -> dict[int, tuple[Tensor, Tensor]]:
-        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+    def work(mesh: Mesh, layout: Layout, frozen: str = "") -> dict[int, tuple[Tensor, Tensor]]:
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT, frozen=frozen)
         tiny.step(0)
         routers = [module for module in tiny.model[0].module.modules() if isinstance(module, ParallelRouter)]
         return {router.layer_number: (router.tokens_of_last_step, router.expert_bias) for router in routers}
@@ -140,3 +159,5 @@ def test_the_expert_bias_moves_once_in_a_step_by_the_tokens_of_all_its_microbatc
         assert bias.tolist() == torch.tensor(by_hand, dtype=torch.float32).tolist() and bias.any()
         for other in others:
             assert torch.equal(other[layer][0], counts) and torch.equal(other[layer][1], bias)
+    (frozen,) = run_ranks({}, partial(work, layout=Layout(m=1), frozen="router"))
+    assert not any(bias.any() for _, bias in frozen.values()), "a frozen router chooses as before"

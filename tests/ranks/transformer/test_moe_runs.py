@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ from megatron.core.inference.sampling import greedy
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.flops import stage_flops
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
+from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.training.memory.peak_along_schedule import KINDS
 from megatron.training.model_flops import ModelShape
 from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
@@ -252,6 +254,48 @@ def test_memory_is_predicted_where_experts_have_equal_numbers_of_rows(flags: str
     for kind, size in got.bytes.items():
         assert predicted[kind] == pytest.approx(size, rel=0.0 if kind in KINDS[:3] else 0.05, abs=1024), kind
     assert sum(predicted.values()) >= 0.99 * got.total  # the peaks of the kinds need not meet
+
+
+WORST = [
+    "--moe-token-dispatcher-type alltoall",
+    *(
+        pytest.param(flags, marks=pytest.mark.sweep)
+        for flags in (
+            "--moe-token-dispatcher-type allgather",
+            "--moe-token-dispatcher-type alltoall --moe-router-topk 4",
+            "--moe-token-dispatcher-type allgather --recompute-granularity selective --recompute-modules moe",
+        )
+    ),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", WORST)
+def test_memory_stays_within_the_bound_where_all_tokens_visit_the_experts_of_one_rank(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+):
+    """docs/experts.md, Memory and work. Each other rank sends as many rows as this one keeps."""
+
+    def first(logits: Tensor, k: int, **_) -> Tensor:
+        return torch.arange(k, device=logits.device).expand(*logits.shape[:-1], k).clone()
+
+    def as_many_from_each(counts: Tensor, axis: Axis) -> Tensor:
+        return counts[axis.rank].expand_as(counts).clone()
+
+    alike = SimpleNamespace(**vars(token_dispatcher.collectives) | {"all_to_all": as_many_from_each})
+    monkeypatch.setattr(moe_utils, "choose_experts", first)
+    monkeypatch.setattr(token_dispatcher, "collectives", alike)
+    ep, layers, h, f = 2, 2, 64, 96
+    ranks = f"--world-size {ep} --rank 0 --expert-model-parallel-size {ep}"
+    got = measure(
+        f"{SMALL} {ranks} --num-layers {layers} --num-experts 8 --moe-ffn-hidden-size {f} --swiglu {flags}".split()
+    )
+    rows = (4 if "topk 4" in flags else 2) * 2 * 64  # of a microbatch of this rank
+    more = (ep - 1) * rows * (layers + 1) * (2 * h + 3 * f) * 4
+    predicted = got.predicted.bytes["activations"]
+    assert predicted < got.bytes["activations"] <= 1.01 * predicted + more
+    if "recompute" not in flags:
+        assert got.bytes["activations"] >= predicted + more * layers / (layers + 1)
 
 
 @pytest.mark.parametrize(

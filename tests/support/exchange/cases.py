@@ -150,7 +150,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmoe": {
         **{"model_type": "olmoe", **_BASE, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12},
-        **{"norm_topk_prob": False, "pad_token_id": None, "eos_token_id": None},
+        **{"norm_topk_prob": False, "pad_token_id": None, "eos_token_id": None, "clip_qkv": 0.9},
     },
     "gpt_oss": {
         **{"model_type": "gpt_oss", **_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},

@@ -15,6 +15,7 @@ from megatron.core.base.dataclass_flags import (
     changes,
     default_of,
     default_text,
+    flag_of,
     flags_of,
     option as declare,
     option_fields,
@@ -22,7 +23,10 @@ from megatron.core.base.dataclass_flags import (
     repeated_flags,
     unknown_flag_message,
 )
+from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
+from megatron.core.peft.lora_config import LoRAConfig
+from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, REFUSED, SHORTHAND
@@ -460,6 +464,101 @@ def test_a_setting_that_the_others_leave_without_effect_is_noted(flags: str, wit
 )
 def test_settings_that_are_read_are_not_noted(flags: str):
     assert parse_args(flags.split())[2] == []
+
+
+@pytest.mark.parametrize("experts", ["", "--num-experts 1"])
+def test_without_experts_every_setting_of_experts_is_named(experts: str):
+    """None of those that a later class adds can be forgotten."""
+    words = (
+        "--moe-layer-freq 2 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate "
+        "--moe-shared-expert-overlap --moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-pre-softmax "
+        "--moe-router-topk-scaling-factor 2 --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-bias "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.5 --moe-router-dtype fp64 "
+        "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --moe-input-jitter-eps 0.1 "
+        "--moe-router-force-load-balancing --moe-enable-routing-replay --moe-expert-capacity-factor 1 "
+        "--moe-pad-expert-input-to-capacity --moe-token-drop-policy position --moe-token-dispatcher-type flex "
+        "--moe-grouped-gemm --moe-apply-probs-on-input --moe-layer-recompute --moe-enable-deepep "
+        "--moe-router-topk-limited-devices 2"
+    )
+    (note,) = parse_args(f"{words} {experts}".split())[2]
+    named, reason = note.removeprefix("no effect here: ").split(": ")
+    of_experts = {flag_of(name) for name in vars(MoEConfig)["__annotations__"]} - {"--num-experts"}
+    assert {*named.split()} == of_experts and "--num-experts" in reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--moe-router-bias-update-rate 0.5", "--moe-router-bias-update-rate"),
+        ("--moe-router-bias-update-rate 0.5 --moe-router-score-function sigmoid --moe-router-enable-expert-bias", ""),
+        ("--moe-token-drop-policy position", "--moe-token-drop-policy"),
+        (
+            "--moe-token-drop-policy position --moe-expert-capacity-factor=-1",
+            "--moe-expert-capacity-factor --moe-token-drop-policy",
+        ),
+        ("--moe-token-drop-policy position --moe-expert-capacity-factor 1", ""),
+        ("--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-capacity"),
+        ("--moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type"),
+        ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1", ""),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 1 --moe-router-pre-softmax", ""),
+        ("--moe-router-num-groups 2 --moe-router-group-topk 2", "--moe-router-group-topk --moe-router-num-groups"),
+        (
+            "--moe-router-force-load-balancing --moe-router-num-groups 4 --moe-router-group-topk 2",
+            "--moe-router-group-topk --moe-router-num-groups",
+        ),
+        ("--ffn-hidden-size 8", ""),
+        ("--ffn-hidden-size 8 --moe-ffn-hidden-size 4 --tiled-mlp 2", "--ffn-hidden-size --tiled-mlp"),
+        ("--ffn-hidden-size 8 --moe-ffn-hidden-size 4 --tiled-mlp 2 --moe-layer-freq 2", ""),
+    ],
+)
+def test_a_setting_of_experts_that_another_makes_idle_is_named(flags: str, named: str):
+    notes = parse_args(f"--num-layers 4 --num-experts 8 {flags}".split())[2]
+    assert sorted(named_in(notes)) == named.split()
+
+
+def test_ranks_that_only_experts_use_are_named_for_a_model_known_to_have_none():
+    rules = ModelRules(model="GPTModel", reads_num_experts=True)
+    for flags, named in {
+        "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2": ["--expert-tensor-parallel-size"],
+        "--expert-tensor-parallel-size 1 --num-experts 4": [],
+        "": [],
+    }.items():
+        config = parse_args(flags.split()).config
+        assert list(rules.without_effect(config)) == named
+        assert ModelRules().without_effect(config) == {}, "a script's own model may have experts of its own"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--lora-alpha 8 --lora-dropout 0.5 --use-rslora", "--lora-alpha --lora-dropout --use-rslora"),
+        ("--lora-target-modules linear_qkv", "--lora-target-modules"),
+        ("--lora-alpha 8 --lora-rank 2", ""),
+        ("--sft --chat-template x", ""),
+        ("--sft --chat-template x --data-path a_sft_document", "--chat-template"),
+        ("--sft --sft-split-turns --data-path a.jsonl --valid-data-path a_sft_document", ""),
+        ("--sft --eod-mask-loss --fim-data", "--eod-mask-loss --fim-data"),
+        ("--eval-tasks-limit 3", "--eval-tasks-limit"),
+        ("--eval-tasks-limit 3 --eval-tasks x", ""),
+        ("--eval-iters 0 --eval-interval 3", "--eval-interval"),
+        ("--eval-iters 0 --eval-interval 3 --eval-tasks x", ""),
+        ("--eval-iters 0 --eval-global-batch-size 3 --eval-tasks x", "--eval-global-batch-size"),
+    ],
+)
+def test_a_setting_of_fine_tuning_or_tasks_without_what_uses_it_is_named(flags: str, named: str):
+    notes = parse_args(flags.split(), lambda parser: add_flags(parser, LoRAConfig))[2]
+    assert sorted(named_in(notes)) == named.split()
+
+
+def test_a_config_of_the_script_is_checked_before_anything_is_built():
+    with pytest.raises(ConfigError, match="there is no such linear"):
+        parse_args(["--lora-target-modules", "nothing"], lambda parser: add_flags(parser, LoRAConfig))
+
+
+def named_in(notes: list[str]) -> set[str]:
+    """The flags of which lines say that they have no effect."""
+    return {word for note in notes for word in note.removeprefix("no effect here: ").split(": ")[0].split()}
 
 
 def test_of_an_optimizer_of_a_script_no_setting_is_called_unread(monkeypatch):

@@ -8,6 +8,7 @@ from published import CONFIGS
 
 from megatron.convert.families.config_json import config_of, settings_of
 from megatron.convert.families.registry import FAMILIES
+from megatron.convert.peft_folder import has_conv1d
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -328,6 +329,24 @@ def test_keys_of_the_base_class_are_without_effect_in_every_family(kind: str):
 def test_a_key_that_may_change_the_computation_is_refused_by_its_name(name: str, key: str, value: object):
     with pytest.raises(ConfigError, match=key):
         settings_of(WHOLE_FILES[name] | {key: value}, name)
+
+
+def test_of_these_families_only_gpt2_has_linears_that_peft_reads_transposed():
+    kinds = {"gpt2", "llama", "mixtral", "gpt_oss"}
+    models = {
+        c["model_type"]: ModelConfig(**settings_of(c, "x")[0]) for c in CONFIGS.values() if c["model_type"] in kinds
+    }
+    assert models.keys() == kinds
+    assert [kind for kind, model in models.items() if has_conv1d(FAMILIES[kind], model)] == ["gpt2"]
+
+
+def test_the_keys_that_qwen3_coder_adds_say_what_the_class_computes():
+    config = CONFIGS["Qwen3-30B-A3B"]
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert settings_of(config | coder, "config.json") == settings_of(config, "config.json")
+    for key, value in {"qkv_bias": True, "shared_expert_intermediate_size": 512, "use_qk_norm": False}.items():
+        with pytest.raises(ConfigError, match=key):
+            settings_of(config | coder | {key: value}, "config.json")
 
 
 def test_a_second_name_of_a_key_may_repeat_its_value():

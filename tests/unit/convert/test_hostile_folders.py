@@ -134,6 +134,11 @@ def test_one_thing_may_be_said_twice(said: dict, folder: Path):
     assert settings.get("bf16") if "dtype" in said else '"linear"' in settings["rope_scaling"]
 
 
+def test_a_quantization_that_is_null_says_nothing(folder: Path):
+    changed(folder / "config.json", "quantization_config", None)
+    assert open_foreign(folder).state["config"]
+
+
 def test_code_of_a_folder_is_not_run(folder: Path):
     (folder / "configuration_own.py").write_text("raise SystemExit")
     changed(folder / "config.json", "auto_map", {"AutoConfig": "configuration_own.Own"})

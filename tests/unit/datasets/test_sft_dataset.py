@@ -1,6 +1,7 @@
 """Examples for fine-tuning: forms, masks, packing, and what is said of lines that cannot be used."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,59 @@ def test_prompts_alpaca_and_texts(tmp_path: Path):
     assert chat == "<|im_start|>user\nAdd.\n\n1 1<|im_end|>\n<|im_start|>assistant\n>>>2<|im_end|><<<\n"
 
 
+@pytest.mark.full
+def test_dolly_and_alpaca_with_system_and_history(tmp_path: Path):
+    def of(record: Any) -> str:
+        (text,) = encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path)), record)
+        return text
+
+    one = of({"instruction": "Add.", "context": "1 1", "response": "2", "category": "open_qa"})
+    assert one == of({"instruction": "Add.", "input": "1 1", "output": "2"})
+    more = of({"instruction": "more", "output": "no", "system": "", "history": [["hi", "yo"]]})
+    assert more == TEXT
+    told = of({"instruction": "hi", "output": "yo", "system": "Be kind."})
+    assert told.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS], ids=["prefixes", "blocks"])
+def test_an_answer_of_weight_0_gives_no_loss(template: str, tmp_path: Path):
+    messages = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, MESSAGES[2], {**MESSAGES[3], "weight": 1}]
+    expected = TEXT.replace(">>>yo<|im_end|><<<", "yo<|im_end|>")
+    assert encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, template)), {"messages": messages}) == [expected]
+    messages[3]["weight"] = 0.5
+    with pytest.raises(UnusableRecord, match=r"weight 0\.5, which must be 0 or 1"):
+        encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, template)), {"messages": messages})
+
+
+# a template that writes calls, with null content as None and arguments as JSON
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name ~ ' ' ~ (c.function.arguments | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.full
+def test_openai_messages_are_rendered_as_a_template_can_read_them(tmp_path: Path):
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in MESSAGES]
+    for template in (
+        CHATML,
+        CHATML.replace("m.content", "(m.content | trim)"),
+    ):  # which fails, and which prints the list
+        assert encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, template)), {"messages": parts}) == [TEXT]
+    parts[0]["content"].append({"type": "image_url", "image_url": {"url": "x"}})
+    with pytest.raises(UnusableRecord, match="no text but image_url"):
+        encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path)), {"messages": parts})
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (text,) = encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, CALLS)), {"messages": messages})
+    assert text.endswith('assistant\n>>>add {"a": 1}<|im_end|><<<\n')
+    with pytest.raises(UnusableRecord, match="calls of tools, which the chat template leaves out"):
+        encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, CHATML)), {"messages": messages})
+
+
 def test_examples_are_packed_whole_and_in_order():
     slots = np.array([3, 4, 2, 9, 1, 1, 9])
     assert [x.tolist() for x in pack(slots, np.arange(7), 9)] == [[0, 1, 2], [3], [4, 5], [6]]
@@ -150,6 +204,32 @@ def test_samples_do_not_depend_on_how_many_are_asked_for_and_an_epoch_has_each_e
     assert sorted(first) == sorted(second) == list(range(30)) and first != second
     alone = build(config_of(*map(Path, config.data_path), seq_length=100, sft_packing=False), tokenizer)
     assert len(alone) == 30
+
+
+def test_a_blend_takes_samples_of_each_file_by_its_weight(tmp_path: Path):
+    """Each file is packed alone, and repeated where the weights ask for more; with files of each split as with shares of one list."""
+    tokenizer = tokenizer_in(tmp_path)
+    paths = [write_lines(tmp_path / f"{i}.jsonl", chats(12)[i::2]) for i in range(2)]
+    words = ["3", str(paths[0]), "1", str(paths[1])]
+    blend = build(config_of(*words, seq_length=100), tokenizer, 20)
+    alone = [build(config_of(path, seq_length=100), tokenizer, 20) for path in paths]
+    files = {"data_path": None, "split": None, "train_data_path": words, "valid_data_path": [str(paths[1])]}
+    own = replace(config_of(*words, seq_length=100), **files)
+    train, valid, _ = build_sft_datasets(own, tokenizer, [20, 2, 0], 7, say=lambda line: None)
+    assert len(blend) == len(train) == 20 and len(valid.examples) == 6
+    counts = [0, 0]
+    for i in range(20):
+        which = int(blend.indices.dataset_index[i])
+        expected = alone[which][counts[which]]
+        assert all(np.array_equal(item[name], expected[name]) for item in (blend[i], train[i]) for name in expected)
+        counts[which] += 1
+    assert counts == [15, 5] and len(alone[0].examples) == 6
+    _, left_out, _ = build_sft_datasets(
+        config_of(*words, split="99,1,0"), tokenizer, [2, 2, 0], 7, say=lambda line: None
+    )
+    assert left_out is None
+    with pytest.raises(ConfigError, match="train: a blend with weights has no epoch"):
+        build(config_of(*words), tokenizer)
 
 
 def test_long_examples_are_cut_behind_whole_answers(tmp_path: Path):
@@ -198,6 +278,8 @@ def test_lines_that_cannot_be_used_are_counted_by_reason(tmp_path: Path):
             "the first line has question, answer, and examples need one of these sets of keys",
         ),
         ("[1]", "the first line has list, and examples need"),
+        ('[\n {"text": "x"}\n]\n', "write the elements to lines: python -c"),
+        ('{"text": "x", "role": "prompter", "parent_id": null}', "is one message of a tree"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             "none of its 1 lines can be used: 1 has no message of the assistant",

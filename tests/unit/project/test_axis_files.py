@@ -23,6 +23,7 @@ ROOMS = (
     "core/packed_seq_params.py",
     "core/tensor_parallel/batch_on_this_rank.py",
     "core/parallel_state.py",
+    "core/process_groups_config.py",
     "core/transformer/transformer_config.py",
     "core/utils.py",
     "legacy/",

@@ -31,6 +31,8 @@ DIFFERENT = {
         "a config is first since core 0.5; a number in its place fails",
     ),
     "ColumnParallelLinear": {"gather_output": "None is the release's own: True without a config, False with one"},
+    "RowParallelLinear": {"input_is_parallel": "None is False, but for `init`, which is ours"},
+    "VocabParallelEmbedding": {"reduce_scatter_embeddings": "None is False, but for `init`, which is ours"},
     "DistributedDataParallel": dict.fromkeys(
         [
             "module",

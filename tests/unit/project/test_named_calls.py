@@ -100,7 +100,7 @@ FOREIGN = {
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
         "megatron/core/transformer/module.py": "sequence_parallel",
         "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
-        "megatron/core/tensor_parallel/layers.py": "params_dtype sequence_parallel",
+        "megatron/core/tensor_parallel/linear_layers.py": "params_dtype sequence_parallel",
         "megatron/training/arguments/transformer_config_from_args.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
         "norm_epsilon",
         "megatron/core/transformer/transformer_config.py": "name",

@@ -100,6 +100,7 @@ NAMES = {
     "megatron.core.transformer.custom_layers.transformer_engine": "TEColumnParallelLinear TEDotProductAttention "
     "TELayerNormColumnParallelLinear TENorm TERowParallelLinear",
     "megatron.core.transformer.moe.grouped_gemm_util": "assert_grouped_gemm_is_available grouped_gemm_is_available",
+    "megatron.core.transformer.moe.moe_utils": "get_capacity group_limited_topk sinkhorn z_loss_func",
     "megatron.model": "BertModel Float16Module GPTModel",
     "megatron.tokenizer.gpt2_tokenization": "PRETRAINED_MERGES_ARCHIVE_MAP PRETRAINED_VOCAB_ARCHIVE_MAP",
     "megatron.core.models": "GPTModel TransformerLanguageModel",

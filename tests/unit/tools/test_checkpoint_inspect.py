@@ -79,7 +79,7 @@ def test_differences_up_to_a_tolerance_are_left_out(tool, tmp_path):
 
 @pytest.mark.full
 def test_a_picture_has_a_scale_and_squares_of_what_differs_in_parts(tool, tmp_path, monkeypatch):
-    """Of 25 tensors that differ, 20 have a bar; a square is drawn of those that differ in parts alone."""
+    """Of 25 tensors that differ, 20 have bars: the two that differ in parts, which have squares, and those of the largest difference."""
     from matplotlib import pyplot
 
     drawn = []
@@ -88,18 +88,45 @@ def test_a_picture_has_a_scale_and_squares_of_what_differs_in_parts(tool, tmp_pa
     y[30:40, 10:20] += 0.5
     everywhere = {f"a{i:02}": X for i in range(23)}
     save_one(tmp_path / "a", 1, {}, **everywhere, w=X, v=X[0])
-    changed = {name: x + 1 for name, x in everywhere.items()}
+    changed = {name: x + 200 * (i + 1) for i, (name, x) in enumerate(everywhere.items())}
     save_one(tmp_path / "b", 1, {}, **changed, w=y, v=torch.cat([X[0, :20], X[0, 20:] + 2]))
     both = ("--load", tmp_path / "a", "--compare", tmp_path / "b", "--png", tmp_path / "d.png")
     assert tool(*both)[0] == 1
     (figure,) = drawn
-    bars, *squares, scale = figure.get_axes()
-    assert [bar.get_width() for bar in bars.patches] == [100.0] * 20 and tells(bars.get_xlabel(), "% 5 more")
+    bars, sizes, *squares, scale = figure.get_axes()
+    assert tells(bars.get_xlabel(), "% 5 more")
+    widths = sorted(bar.get_width() for bar in bars.patches)
+    assert widths[0] == pytest.approx(100 / 24) and widths[1] == 50 and widths[2:] == [100.0] * 18
+    top = float(X.abs().max())
+    relative = sorted(bar.get_width() for bar in sizes.patches)[2:]
+    assert relative == pytest.approx([200 * (i + 1) / top for i in range(5, 23)])
     drawn_squares = {axes.get_title().strip(): axes for axes in squares if axes.get_visible()}
     assert set(drawn_squares) == {"w", "v"} and tells(scale.get_ylabel(), "%")
     image = drawn_squares["w"].images[0].get_array()
     assert image[30:40, 10:20].min() == 100 and image.sum() == 100 * 100
     assert drawn_squares["w"].get_xlabel() == "column" and drawn_squares["v"].get_ylabel() == "row"
+    pyplot.close("all")
+
+
+@pytest.mark.full
+def test_where_all_differ_everywhere_squares_show_by_how_much(tool, tmp_path, monkeypatch):
+    """In the picture; the text has none, since each of its characters would be the same. A NaN has no size."""
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    y = X + 0.5
+    y[30:40, 10:20] += 1.5
+    z = X + float("nan")
+    save_one(tmp_path / "a", 1, {}, w=X, v=X[0], z=X)
+    save_one(tmp_path / "b", 1, {}, w=y, v=X[0] + 1, z=z)
+    code, out, _ = tool("--load", tmp_path / "a", "--compare", tmp_path / "b", "--png", tmp_path / "d.png")
+    assert code == 1 and "@@@" not in out
+    bars, _, square, scale = (axes for axes in drawn[0].get_axes() if axes.get_visible())
+    assert [bar.get_width() for bar in bars.patches] == [100.0] * 3
+    assert square.get_title().strip() == "w" and "largest difference" in scale.get_ylabel()
+    values = square.images[0].get_array() * float(X.abs().max())
+    assert values[30:40, 10:20].min() == pytest.approx(2) and values[:30].max() == pytest.approx(0.5)
     pyplot.close("all")
 
 

@@ -142,17 +142,24 @@ def test_a_plan_counts_what_a_run_reads(tmp_path, capsys):
     small = write(tmp_path / "small", [[[1] * 10]] * 100)
     large = write(tmp_path / "large", [[[1] * 50]] * 100)
     length = ["--seq-length", "8", "--global-batch-size", "5", "--train-iters", "40", "--split", "90,10,0"]
-    assert data_plan.main(["--data-path", "1", small, "3", large, *length]) == 0
+    assert data_plan.main(["--data-path", "1", small, "3", large, *length, "--eval-iters", "0"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows[0] == ["25.00%", "90", "900", "1,800", "50", "400", "0.44", small]
     assert rows[1] == ["75.00%", "90", "4,500", "9,000", "150", "1,200", "0.27", large]
     assert rows[2] == ["100.00%", "180", "5,400", "10,800", "200", "1,600", "0.30", "all"]
+    # By default validation is planned too, as in training: 100 batches of 5 at the end, of 2 after iterations 20 and 40 and then.
+    for more, read in {"": "500", "--eval-interval 20 --eval-global-batch-size 2": "600"}.items():
+        assert data_plan.main(["--data-path", "1", small, "3", large, *length, *more.split()]) == 0
+        tables = [table.splitlines() for table in capsys.readouterr().out.split("\n\n")]
+        assert [table[0] for table in tables] == ["train", "valid"] and tables[1][-1].split()[4] == read
     # Without weights each is read once at most, in proportion to its (T - 1) // 8 samples: 124 and 624.
     assert (
         data_plan.main(["--data-path", small, large, "--seq-length", "8", "--train-samples", "1200", "--split", "1"])
         == 0
     )
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    *lines, last = capsys.readouterr().out.splitlines()[1:]
+    assert last == "validation and test are not planned: give --global-batch-size"
+    rows = [line.split() for line in lines]
     assert [row[4] for row in rows] == ["124", "624", "748"]
     assert [row[6] for row in rows] == ["0.99", "1.00", "1.00"]
 

@@ -29,7 +29,7 @@ def test_prints_plot_bubble_and_memory(capsys):
         "zb-h1: 2 ranks, 3 microbatches, 1 chunk per rank; F takes 1, I takes 1, W takes 1",
         "rank 0 |F0F1  I0W0F2I1W1I2W2|",
         "rank 1 |  F0I0F1I1W0F2I2W1W2|",
-        "time         10",
+        "time         10 (10 forwards of a rank's layers)",
         "bubble       11.11% of the compute (closed form: 11.11%)",
         "activations  2 x 2 alive at most, by rank (closed form: 2 x 2)",
     ]
@@ -38,7 +38,7 @@ def test_prints_plot_bubble_and_memory(capsys):
     ) == [
         "interleaved: 1 rank, 1 microbatch, 2 chunks per rank; F takes 1, B takes 2",
         "rank 0 |F0f0b0--B0--|",
-        "time         6",
+        "time         6 (3 forwards of a rank's layers)",
         "bubble       0.00% of the compute (closed form: 0.00%)",
         "activations  2 alive at most, by rank (closed form: 2), each 1/2 of a rank's",
     ]

@@ -40,7 +40,7 @@ def problems_of(words: list[str]) -> list[str]:
 
 
 def test_every_line_says_what_becomes_of_it():
-    assert {outcome for outcome, _ in ROWS} <= {"works", "no-effect", "silent", "warned", "refused", "pending"}
+    assert {outcome for outcome, _ in ROWS} <= {"works", "idle", "no-effect", "silent", "warned", "refused", "pending"}
     assert len(ROWS) == len(set(ROWS))
 
 
@@ -52,6 +52,12 @@ def test_a_flag_that_works_is_a_setting(words: list[str]):
     flags = PARSER.actions_by_flag()
     fields = SHORTHAND.get(words[0]) or {flags[words[0]].dest: None}
     assert words[0] in ("--yaml-cfg", "--no-position-embedding") or all(name in args for name in fields)
+
+
+@pytest.mark.parametrize("words", lines_that("idle"), ids=" ".join)
+def test_a_setting_that_nothing_reads_is_listed_with_the_reason(words: list[str]):
+    _, args, (note,) = parse_args(words)
+    assert note.startswith(f"no effect here: {words[0]}: ") and PARSER.actions_by_flag()[words[0]].dest in args
 
 
 def test_flags_without_effect_are_accepted_and_listed_once_with_the_reason():

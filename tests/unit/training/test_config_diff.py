@@ -9,6 +9,7 @@ from megatron.core.base.dataclass_flags import default_of, option, option_fields
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.moe_config import OF_EXPERTS
 from megatron.training.arguments import config_diff
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS, TrainingConfig
@@ -57,9 +58,20 @@ def kind_of(name: str) -> str | None:
 def test_a_setting_is_compared_unless_a_table_says_why_not(part):
     found = {}
     for name, value in DEFAULTS[part].items():
-        changes = kinds(compare(DEFAULTS, with_value(part, name, other_than(value))))
+        base = with_value("transformer", "num_experts", 8) if name in OF_EXPERTS[1:] else DEFAULTS
+        other = "2" if name == "moe_layer_freq" else other_than(value)
+        changes = kinds(compare(base, {**base, part: {**base[part], name: other}}))
         found[name] = next((kind for kind, names in changes.items() if name in names), None)
     assert found == {name: kind_of(name) for name in DEFAULTS[part]}
+
+
+def test_of_a_model_without_experts_no_setting_of_them_is_compared():
+    idle = {name: "2" if name == "moe_layer_freq" else other_than(DEFAULTS["transformer"][name]) for name in OF_EXPERTS}
+    dense = {**DEFAULTS, "transformer": {**DEFAULTS["transformer"], **idle, "num_experts": 1}}
+    assert kinds(compare(DEFAULTS, dense)) == kinds(compare(dense, DEFAULTS)) == {}
+    mixture = {**DEFAULTS, "transformer": {**DEFAULTS["transformer"], **idle, "num_experts": 4}}
+    for one, other in ((DEFAULTS, mixture), (mixture, DEFAULTS), (dense, mixture)):
+        assert kinds(compare(one, other)) == {"model": ["num_experts"]}
 
 
 def test_the_tables_name_each_setting_once_and_none_that_is_not_there():

@@ -169,3 +169,43 @@ def test_rows_by_expert_and_back():
     order, place, counts = moe_utils.order_by_expert(ids, kept, 3)
     assert counts.tolist() == [1, 2, 1] and order[:4].tolist() == [0, 2, 5, 3]
     assert ((place < 4) == kept).all()
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 20.0])
+def test_sinkhorn_scales_rows_and_columns_to_equal_sums(scale: float):
+    logits = scale * torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scores = moe_utils.sinkhorn(logits)
+    torch.testing.assert_close(scores.sum(0), torch.full((8,), 1 / 8, dtype=torch.float64), rtol=1e-3, atol=0)
+    torch.testing.assert_close(scores.sum(1), torch.full((64,), 1 / 64, dtype=torch.float64), rtol=1e-3, atol=0)
+    ratio = scores.log() - logits  # a term of the row plus a term of the column
+    close(ratio - ratio[:1] - ratio[:, :1] + ratio[0, 0], torch.zeros(64, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("offset", [-40.0, -10.0, 10.0, 40.0, 1000.0])
+def test_sinkhorn_ends_also_where_all_tokens_like_an_expert_or_none_does(offset: float, dtype: torch.dtype):
+    """At -10 Megatron's iteration does not end."""
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    expected = moe_utils.sinkhorn(logits)
+    logits[:, 0] += offset
+    scores = moe_utils.sinkhorn(logits)
+    if abs(offset) < 100:
+        assert torch.equal(scores.argmax(1), expected.argmax(1))
+    assert scores.isfinite().all()
+    assert (
+        moe_utils.sinkhorn(torch.full((4, 8), torch.nan, dtype=dtype)).isnan().all()
+    )  # and where the run has diverged
+
+
+def test_names_of_megatron_have_its_contract():
+    """By the formulas in Megatron's docstrings; its layer is compared in tests/compat/test_megatron_moe.py."""
+    assert moe_utils.get_capacity(64, 8, 1.2) == 10 and moe_utils.get_capacity(64, 8, 0.1, min_capacity=4) == 4
+    losses = Z.exp().sum(-1).log().square()
+    close(moe_utils.z_loss_func(Z, 0.001), 0.006312254578413)
+    padding = torch.tensor([False, True, False, True])
+    close(moe_utils.z_loss_func(Z, 0.5, padding_mask=padding), 0.25 * (losses[0] + losses[2]))
+    scores, ids = moe_utils.group_limited_topk(Z, 2, 4, 4, num_groups=2, group_topk=1)
+    assert ids.tolist() == [[0, 1], [1, 0], [2, 3], [3, 2]]
+    close(scores, Z.gather(-1, ids))
+    with pytest.raises(NotImplementedError, match="permute: not built; experts are asked for by num_moe_experts"):
+        moe_utils.permute(Z, Z > 0)

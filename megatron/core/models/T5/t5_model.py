@@ -13,6 +13,7 @@ from megatron.core.models.common.megatron_model import MegatronCoreModel
 from megatron.core.models.T5 import t5_stage
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.parallel.global_state import get_global_state
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, without_block
 from megatron.core.transformer.transformer_layer import CROSS_ATTENTION, TransformerLayer, layers_of_stage
@@ -74,7 +75,7 @@ class T5Model(MegatronCoreModel, t5_stage.T5Model):
     other layers, and ValueError for layers that do not fit the run.
     """
 
-    @accepts_defaults_only(pg_collection=None)
+    @accepts_defaults_only(pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
         self,
         config: Any,

@@ -6,6 +6,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.bert import bert_stage
 from megatron.core.models.common.megatron_model import MegatronCoreModel
+from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 
 
 class BertModel(MegatronCoreModel, bert_stage.BertModel):
@@ -17,7 +18,7 @@ class BertModel(MegatronCoreModel, bert_stage.BertModel):
     must call. Building it raises NotImplementedError for arguments that are not built.
     """
 
-    @accepts_defaults_only(pg_collection=None)
+    @accepts_defaults_only(pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
         self,
         config: Any,

@@ -57,6 +57,13 @@ class ModelRules:
             problems.append(no_experts(size))
         return problems
 
+    def without_effect(self, config: Any) -> dict[str, str]:
+        """Return flag -> why it has no effect on this model, for flags of ranks that only experts use."""
+        size = config.parallel.expert_tensor_parallel_size
+        if size is None or not self.model or self.has_experts or config.transformer.has_experts:
+            return {}
+        return {"--expert-tensor-parallel-size": "the model has no experts without --num-experts"}
+
 
 def no_experts(size: int) -> str:
     """Return the problem of a model without experts. size: --expert-model-parallel-size."""
@@ -136,6 +143,7 @@ def _problems_of_t5(config: Any, tokenizer: Tokenizer | None) -> list[str]:
         "--group-query-attention, which attention to the encoder does not have": has_groups,
         "--qk-layernorm, which attention to the encoder does not have": model.qk_layernorm,
         "--window-size, which looks back alone": model.window_size is not None,
+        "--clip-qkv": model.clip_qkv is not None,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--scale-attn-by-inverse-layer-idx": model.scale_attn_by_inverse_layer_idx,

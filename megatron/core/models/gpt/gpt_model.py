@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.common.megatron_model import MegatronCoreModel
 from megatron.core.models.gpt import gpt_stage
+from megatron.core.process_groups_config import OWN_GROUPS_BY_NAME
 
 _NOT_BUILT = {  # further arguments of Megatron's GPTModel -> the only value that is accepted
     "seq_len_interpolation_factor": None,
@@ -15,7 +16,7 @@ _NOT_BUILT = {  # further arguments of Megatron's GPTModel -> the only value tha
     "mtp_block_spec": None,
 }
 
-_WITHOUT_EFFECT = ("rope_scaling_factor", "pg_collection", "model_comm_pgs")
+_WITHOUT_EFFECT = ("rope_scaling_factor",)
 
 
 def _refuse(others: dict[str, Any]) -> None:
@@ -38,6 +39,7 @@ class GPTModel(MegatronCoreModel, gpt_stage.GPTModel):
     arguments that are not built, and forward NotImplementedError for decoder_input.
     """
 
+    @accepts_defaults_only(pg_collection=OWN_GROUPS_BY_NAME, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
         self,
         config: Any,

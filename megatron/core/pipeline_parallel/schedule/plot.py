@@ -107,7 +107,9 @@ def plot_svg_of_several(timelines: Sequence[Timeline], transfer: float = 0.0) ->
                 box_width = (end[action] - start[action]) * scale
                 lines += _box(action, x, y, box_width, opacity, f"{start[action]:g} to {end[action]:g}")
         top += 40 + _ROW * len(timeline.schedule)
-    lines += _time_axis(total, scale, top + 4)
+    forwards = {f"{forward_of_rank(timeline.schedule, timeline.cost):g}" for timeline in timelines}
+    unit = f"time; the forward of one rank's layers takes {forwards.pop()}" if len(forwards) == 1 else "time"
+    lines += _time_axis(total, scale, top + 4, unit)
     lines += _legend(fills, notes, top + 54)
     height = top + 84
     head = [
@@ -118,7 +120,12 @@ def plot_svg_of_several(timelines: Sequence[Timeline], transfer: float = 0.0) ->
     return "\n".join([*head, *lines, "</svg>"]) + "\n"
 
 
-def _time_axis(total: float, scale: float, y: float) -> Iterator[str]:
+def forward_of_rank(schedule: Schedule, cost: Mapping[Op, float]) -> float:
+    """Return the time of the forward of all chunks of a rank, by which schedules of other numbers of chunks compare."""
+    return cost[Op.F] * stages_in(schedule).chunks
+
+
+def _time_axis(total: float, scale: float, y: float, label: str) -> Iterator[str]:
     """Yield the axis below the rows: about ten marks at round times."""
     tenth = 10.0 ** math.floor(math.log10(total)) / 10
     step = next(tenth * factor for factor in (1, 2, 5, 10) if total <= 12 * tenth * factor)
@@ -127,7 +134,7 @@ def _time_axis(total: float, scale: float, y: float) -> Iterator[str]:
         x = _MARGIN + mark * step * scale
         yield f'<line x1="{x:.2f}" y1="{y:g}" x2="{x:.2f}" y2="{y + 5:g}" stroke="black"/>'
         yield f'<text x="{x:.2f}" y="{y + 18:g}" text-anchor="middle">{mark * step:g}</text>'
-    yield f'<text x="{_MARGIN + total * scale / 2:.2f}" y="{y + 36:g}" text-anchor="middle">time, in the unit of the costs</text>'
+    yield f'<text x="{_MARGIN + total * scale / 2:.2f}" y="{y + 36:g}" text-anchor="middle">{label}</text>'
 
 
 def _box(action: Action, x: float, y: float, width: float, opacity: float, times: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.fused_layer_ops import activation_of
@@ -147,7 +148,7 @@ class _GroupedProduct(torch.autograd.Function):
         grouped: bool,
     ) -> Tensor:
         """x: [rows, in], weight: [E, .., in] -> [rows, out]"""
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
         ctx.rest = counts, store, matmul, grouped
         if grouped:
@@ -159,7 +160,7 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """grad: [rows, out] -> the gradient of x [rows, in], and of the weight unless it is in `main_grad`.
 
-        Saved: x, and the weight for the gradient of x.
+        Saved: x, unless the weight is frozen, and the weight for the gradient of x.
         """
         x, weight = ctx.saved_tensors
         counts, store, matmul, grouped = ctx.rest
@@ -239,3 +240,6 @@ def _accumulate(
             total.zero_()
     grad_was_added(weight)
     return None
+
+
+__getattr__ = names_of_megatron(__name__)

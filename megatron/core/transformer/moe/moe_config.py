@@ -1,6 +1,6 @@
 """Settings of a mixture of experts. Pure: --help reads them without torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,19 +8,17 @@ from megatron.core.base.dataclass_flags import BelowOne, Count, NotNegative, Pos
 from megatron.core.transformer.attention_score_config import AttentionConfig
 from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
 
-# --moe-router-load-balancing-type -> the name of its auxiliary loss in the log, as Megatron's; none has no loss.
+# --moe-router-load-balancing-type -> the name of its auxiliary loss in the log, as Megatron's; sinkhorn and none have no loss.
 BALANCING_LOSSES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
+    "sinkhorn": None,
     "none": None,
 }
 Z_LOSS = "z_loss"
 
-_NOT_BUILT = {
-    "sinkhorn": "balances the tokens of one rank, so its choices depend on the layout",
-    "quantile_balancing": "is not built",
-}
+_NOT_BUILT = {"quantile_balancing": "is not built"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,9 @@ class MoEConfig(AttentionConfig):
         "softmax", "scores of the experts of a token: softmax over experts, or sigmoid or sqrt(softplus) of each logit"
     )
     moe_router_pre_softmax: bool = option(
-        False, "softmax over all experts before the choice, instead of over the chosen experts after it"
+        False,
+        "softmax over all experts before the choice, instead of over the chosen experts after it; no effect with other "
+        "score functions, as in Megatron",
     )
     moe_router_topk_scaling_factor: Positive | None = option(None, "multiply the weights of a token's experts by this")
     moe_router_num_groups: Count | None = option(
@@ -71,7 +71,8 @@ class MoEConfig(AttentionConfig):
     moe_router_load_balancing_type: list[str] = option(
         ["aux_loss"],
         "losses that balance the experts, each with a --moe-aux-loss-coeff: aux_loss (over a microbatch), seq_aux_loss (over "
-        "a sample), global_aux_loss (over all samples of the step so far), none",
+        "a sample), global_aux_loss (over all samples of the step so far), none; or sinkhorn, a choice in training that "
+        "divides the tokens of a microbatch evenly",
         metavar="TYPE",
     )
     moe_aux_loss_coeff: list[float] = option([0.0], "coefficient of each balancing loss; 1e-2 is usual", metavar="X")
@@ -132,6 +133,7 @@ class MoEConfig(AttentionConfig):
         if not self.has_experts:
             return
         yield from self._problems_of_choice()
+        yield from self._problems_of_sinkhorn()
         yield from self._problems_of_layers()
         if len(kinds) != len(self.moe_aux_loss_coeff):
             yield (
@@ -163,7 +165,7 @@ class MoEConfig(AttentionConfig):
         kept = self.moe_router_group_topk
         if k > experts:
             yield f"--moe-router-topk {k} is more than the experts of a layer (--num-experts {experts}); change one"
-        elif k == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+        elif k == 1 and self.router_weights == ("softmax", False):
             yield (
                 "--moe-router-topk 1 with a softmax over the chosen expert gives the weight 1, and the router learns nothing; "
                 "give --moe-router-pre-softmax, or --moe-router-score-function sigmoid"
@@ -187,11 +189,32 @@ class MoEConfig(AttentionConfig):
                 "--moe-router-enable-expert-bias needs scores of which each is of one expert; give "
                 "--moe-router-score-function sigmoid"
             )
-        if self.moe_router_pre_softmax and self.moe_router_score_function != "softmax":
-            yield (
-                f"--moe-router-pre-softmax contradicts --moe-router-score-function {self.moe_router_score_function}; leave "
-                "one of them out"
-            )
+
+    def _problems_of_sinkhorn(self) -> Iterator[str]:
+        """Yield what contradicts a choice by Sinkhorn's iteration."""
+        kinds = self.moe_router_load_balancing_type
+        if "sinkhorn" not in kinds:
+            return
+        flag = "--moe-router-load-balancing-type sinkhorn"
+        if len(set(kinds)) > 1:
+            yield f"--moe-router-load-balancing-type {_spaced(kinds)}: sinkhorn balances without a loss; give it alone"
+        elif any(self.moe_aux_loss_coeff):
+            yield f"{flag} has no loss, but --moe-aux-loss-coeff is {_spaced(self.moe_aux_loss_coeff)}; leave it out"
+        if self.capacity_factor is not None:
+            yield f"{flag} cannot be combined with --moe-expert-capacity-factor, as in Megatron; leave one of them out"
+        for other, is_set in {
+            f"--moe-router-score-function {self.moe_router_score_function}": self.moe_router_score_function
+            != "softmax",
+            "--moe-router-pre-softmax": self.moe_router_pre_softmax and self.moe_router_topk == 1,
+            "--moe-router-topk-scaling-factor": self.moe_router_topk_scaling_factor is not None,
+            "--moe-router-num-groups": self.moe_router_num_groups is not None,
+            "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
+        }.items():
+            if is_set:
+                yield (
+                    f"{flag} takes no {other}: its weights are the sigmoid of the logit with --moe-router-topk 1, else a "
+                    "softmax over all experts; leave one of them out"
+                )
 
     def _problems_of_layers(self) -> Iterator[str]:
         """Yield problems of which layers have experts, and of what an expert is."""
@@ -225,6 +248,43 @@ class MoEConfig(AttentionConfig):
                 "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; without one there is no capacity to "
                 "pad to"
             )
+
+    def idle_settings_of_experts(self) -> Iterator[tuple[Sequence[str], str]]:
+        """Yield (settings that nothing reads under the others, why): all of them for a model without experts."""
+        if not self.has_experts:
+            yield (
+                [name for name in OF_EXPERTS if name != "num_experts"],
+                "the model has no experts without --num-experts",
+            )
+            return
+
+        # the choice of experts
+        if not self.moe_router_enable_expert_bias:
+            yield ("moe_router_bias_update_rate",), "experts have no bias without --moe-router-enable-expert-bias"
+        of_groups = ("moe_router_num_groups", "moe_router_group_topk")
+        if self.moe_router_force_load_balancing:
+            of_bias = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
+            yield (*of_groups, *of_bias), "--moe-router-force-load-balancing chooses experts in turn"
+        elif self.moe_router_num_groups == self.moe_router_group_topk:
+            yield of_groups, f"a token's experts may be in any of the {self.moe_router_num_groups} groups"
+
+        # capacity
+        if self.capacity_factor is not None:
+            why = "experts compute the rows that they have, and padding changes no number"
+            yield ("moe_pad_expert_input_to_capacity",), why
+        else:
+            negative = "no token is dropped if --moe-expert-capacity-factor is negative"
+            is_given = self.moe_expert_capacity_factor is not None
+            yield ("moe_expert_capacity_factor",), negative
+            why = negative if is_given else "no token is dropped without --moe-expert-capacity-factor"
+            yield ("moe_token_drop_policy",), why
+
+        # balancing losses
+        kinds = self.moe_router_load_balancing_type
+        if not self.balancing_losses and any(map(BALANCING_LOSSES.get, kinds)):
+            yield ("moe_router_load_balancing_type",), "no loss is computed without a --moe-aux-loss-coeff"
+        elif not self.balancing_losses:
+            yield ("moe_aux_loss_coeff",), f"--moe-router-load-balancing-type {_spaced(kinds)} has no loss"
 
     @property
     def parsed_patterns(self) -> dict[str, Any]:
@@ -274,6 +334,19 @@ class MoEConfig(AttentionConfig):
         return None if factor is None or factor < 0 else factor
 
     @property
+    def balances_by_sinkhorn(self) -> bool:
+        """Whether Sinkhorn's iteration chooses the experts in training."""
+        return self.moe_router_load_balancing_type == ["sinkhorn"]
+
+    @property
+    def router_weights(self) -> tuple[str, bool]:
+        """(the function of logits that the weights of a token's experts are, whether its softmax is over all experts)."""
+        if self.balances_by_sinkhorn:  # as Megatron: whatever the settings of scores say
+            return ("sigmoid", False) if self.moe_router_topk == 1 else ("softmax", True)
+        function = self.moe_router_score_function
+        return function, self.moe_router_pre_softmax and function == "softmax"
+
+    @property
     def balancing_losses(self) -> dict[str, float]:
         """The balancing losses that have a coefficient: type -> coefficient."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
@@ -286,6 +359,9 @@ class MoEConfig(AttentionConfig):
             return ()
         names = [BALANCING_LOSSES[kind] for kind in self.balancing_losses]
         return (*names, Z_LOSS) if self.moe_z_loss_coeff else tuple(names)
+
+
+OF_EXPERTS = tuple(vars(MoEConfig)["__annotations__"])  # the settings of experts
 
 
 def _spaced(values: list) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.tensor_parallel import autograd_collectives
@@ -97,3 +98,6 @@ def mlp_of_layer(config: ModelConfig, layer: int, context: LayerContext) -> nn.M
     """Return the MLP of a layer: a mixture of experts where --moe-layer-freq says so, else a dense one."""
     kind = ParallelMoE if config.is_moe_layer(layer) else ParallelMLP
     return kind(config, layer, context)
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.core.base.lazy_imports import names_of_megatron
+
+_MOST_TURNS = 1000  # of Sinkhorn's iteration; logits of a standard deviation of 20 take about 100
+_SMALLEST_SUM = 1e-30  # in it, also in float32
 _TINY = 1e-20  # a sum of sigmoids is divided by it plus this, as in Megatron and DeepSeek-V3
 
 
@@ -33,6 +37,29 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
+def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
+    """Return scores of T tokens by which, if each takes its best experts, all experts have about equally many: [T, E].
+
+    cost: logits [T, E]. Rows and columns of exp(cost) are scaled in turn until they sum to 1 / T and 1 / E (Sinkhorn's
+    iteration), as Megatron does, to its tolerance. Megatron adds 1e-8 to each sum: if tokens like an expert e^10 times less
+    than others, that moves all factors in every turn, and the iteration never ends. Here rows are divided by their
+    largest entry, which changes only the factor of the row, sums are kept from 0 by less, and a turn that leaves the ratios
+    of factors is the last.
+    """
+    tokens, experts = cost.shape
+    matrix = (cost - cost.amax(-1, keepdim=True)).exp()
+    of_experts = matrix.new_ones(experts)
+    for _ in range(_MOST_TURNS):
+        before = of_experts
+        of_tokens = 1 / tokens / ((of_experts * matrix).sum(1) + _SMALLEST_SUM)
+        of_experts = 1 / experts / ((of_tokens.unsqueeze(1) * matrix).sum(0) + _SMALLEST_SUM)
+        ratios = of_experts / before
+        is_changing = ((of_experts - before).abs().mean() > tol) & (ratios.max() > ratios.min() * (1 + 1e-5))
+        if not is_changing:
+            break
+    return of_experts * matrix * of_tokens.unsqueeze(1)
+
+
 def in_best_groups(scores: Tensor, groups: int, kept: int, k: int) -> Tensor:
     """Return the scores [.., E] with -inf outside of the best `kept` of `groups` groups of consecutive experts.
 
@@ -43,6 +70,17 @@ def in_best_groups(scores: Tensor, groups: int, kept: int, k: int) -> Tensor:
     best = top_k(largest.sum(-1), kept)  # [.., kept]
     is_kept = torch.zeros(by_group.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
     return by_group.masked_fill(~is_kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def group_limited_topk(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+) -> tuple[Tensor, Tensor]:
+    """Return (scores, indices) of the topk best experts in each token's best groups: [T, topk] each. Megatron's name.
+
+    scores: [T, E]; num_tokens, num_experts: T, E.
+    """
+    ids = top_k(in_best_groups(scores, num_groups, group_topk, topk), topk)
+    return scores.gather(-1, ids), ids
 
 
 def choose_experts(
@@ -64,7 +102,7 @@ def choose_experts(
     if expert_bias is not None:
         scores = scores + expert_bias
     if groups is not None and group_topk is not None:
-        if pre_softmax:
+        if pre_softmax and function == "softmax":
             scores = scores.softmax(-1)
         scores = in_best_groups(scores, groups, group_topk, k)
     return top_k(scores, k)
@@ -122,6 +160,18 @@ def z_losses(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square()
 
 
+def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """Return the coefficient times the mean of `z_losses` of logits [.., E]: a scalar. Megatron's name.
+
+    padding_mask: bool [..], True for tokens that are not counted.
+    """
+    losses = z_losses(logits)
+    if padding_mask is None:
+        return z_loss_coeff * losses.mean()
+    counted = ~padding_mask
+    return z_loss_coeff * (losses * counted).sum() / counted.sum().clamp(min=1)
+
+
 def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Return the bias [E] after a step in which the experts had `counts` tokens, int64 [E]. Source: arXiv:2408.15664."""
     # in integers: E x count against the sum, which no rounding can turn
@@ -134,6 +184,12 @@ def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 def capacity_of(tokens: int, k: int, num_experts: int, factor: float) -> int:
     """Return how many of the `tokens` tokens of a sample an expert takes."""
     return math.ceil(tokens * k / num_experts * factor)
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """Return how many tokens an expert takes if `num_tokens` choices go to `num_experts`. Megatron's name."""
+    capacity = math.ceil(num_tokens / num_experts * capacity_factor)
+    return capacity if min_capacity is None else max(capacity, min_capacity)
 
 
 def kept_tokens(ids: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
@@ -185,3 +241,6 @@ def chunk_order(received: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
             start += rows
     local = len(received[0])
     return [(starts[r][e], starts[r][e] + received[r][e]) for e in range(local) for r in range(len(received))]
+
+
+__getattr__ = names_of_megatron(__name__)

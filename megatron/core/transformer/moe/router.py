@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.ops.expert_load_interface import ReportsExpertLoads
 from megatron.core.ops.layout_invariant_dropout import KeyedJitter
@@ -41,7 +42,8 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     samples must call.
 
     weight [E, h] is whole on every rank. Buffers: expert_bias [E], added to scores in the choice, with
-    --moe-router-enable-expert-bias; tokens_per_expert int64 [E], of the running step of training.
+    --moe-router-enable-expert-bias, constant while the weight is frozen; tokens_per_expert int64 [E], of the running step
+    of training.
     """
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
@@ -87,12 +89,9 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         choices = self.context.keys.choices
         logits = self.logits(self.jitter(x))
         ids = choices.of(lambda: self.choose(logits, rows))
+        function, pre_softmax = config.router_weights
         weights = moe_utils.weights_of(
-            logits,
-            ids,
-            function=config.moe_router_score_function,
-            pre_softmax=config.moe_router_pre_softmax,
-            scaling=config.moe_router_topk_scaling_factor,
+            logits, ids, function=function, pre_softmax=pre_softmax, scaling=config.moe_router_topk_scaling_factor
         )
         kept = None
         if config.capacity_factor is not None:
@@ -116,15 +115,18 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         samples = self.context.keys.samples or tuple(range(logits.shape[1]))
         if self.replay is not None and (ids := self.replay.take(self.layer_number, samples)) is not None:
             return ids
-        ids = moe_utils.choose_experts(
-            logits,
-            self.topk,
-            function=config.moe_router_score_function,
-            pre_softmax=config.moe_router_pre_softmax,
-            expert_bias=self.expert_bias,
-            groups=config.moe_router_num_groups,
-            group_topk=config.moe_router_group_topk,
-        )
+        if config.balances_by_sinkhorn and self.training:
+            ids = self.chosen_by_sinkhorn(logits, rows)
+        else:
+            ids = moe_utils.choose_experts(
+                logits,
+                self.topk,
+                function=config.moe_router_score_function,
+                pre_softmax=config.moe_router_pre_softmax,
+                expert_bias=self.expert_bias,
+                groups=config.moe_router_num_groups,
+                group_topk=config.moe_router_group_topk,
+            )
         if config.moe_router_force_load_balancing:
             tokens = positions_of(rows, ids.shape[0], ids.device).unsqueeze(1).expand(ids.shape[:2])
             ids = moe_utils.experts_in_turn(tokens, self.topk, self.num_experts)
@@ -132,6 +134,15 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         if self.replay is not None:
             self.replay.put(self.layer_number, samples, ids)
         return ids
+
+    def chosen_by_sinkhorn(self, logits: Tensor, rows: SequenceShard) -> Tensor:
+        """Return the experts of each token that share all tokens of the microbatch about evenly: int64 [s, b, K].
+
+        logits: [s, b, E]. Megatron balances the tokens of one rank, which is the same if it has the whole microbatch.
+        """
+        (whole,), positions = self.whole_samples([logits.detach()], rows)
+        scores = moe_utils.sinkhorn(whole.flatten(0, 1)).view(whole.shape)
+        return moe_utils.top_k(scores[positions], self.topk)
 
     def balance(self, logits: Tensor, rows: SequenceShard) -> None:
         """Add the z-loss and the balancing losses. logits: [s, b, E]"""
@@ -194,17 +205,19 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     def kept(self, ids: Tensor, weights: Tensor, rows: SequenceShard) -> Tensor:
         """Return which choices the experts keep: bool [s, b, K]. Of each whole sample, by the capacity for it."""
         config = self.settings
-        positions = positions_of(rows, ids.shape[0], ids.device)  # [s]
-        gathered = [ids, weights, positions]
+        whole, positions = self.whole_samples([ids, weights], rows)
+        capacity = moe_utils.capacity_of(len(whole[0]), self.topk, self.num_experts, config.capacity_factor)
+        return moe_utils.kept_tokens(*whole, self.num_experts, capacity, config.moe_token_drop_policy)[positions]
+
+    @torch.no_grad()
+    def whole_samples(self, parts: list[Tensor], rows: SequenceShard) -> tuple[list[Tensor], Tensor]:
+        """Return (tensors of whole samples, in token order; the positions of this rank's rows [s]). parts: [s, ..] each."""
+        positions = positions_of(rows, parts[0].shape[0], parts[0].device)
+        gathered = [*parts, positions]
         for axis in rows.axes:
             gathered = [collectives.all_gather(x, axis) for x in gathered]
-        order = gathered[2].argsort()  # of the whole sample
-        tokens = rows.global_length(ids.shape[0])
-        capacity = moe_utils.capacity_of(tokens, self.topk, self.num_experts, config.capacity_factor)
-        kept = moe_utils.kept_tokens(
-            gathered[0][order], gathered[1][order], self.num_experts, capacity, config.moe_token_drop_policy
-        )
-        return kept[positions]
+        order = gathered[-1].argsort()
+        return [x[order] for x in gathered[:-1]], positions
 
     def sum_over_sample(self, x: Tensor, rows: SequenceShard) -> Tensor:
         """Return the sums of x, of any shape, over the ranks that routed other tokens of the same samples.
@@ -218,8 +231,11 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     def end_of_step(self) -> None:
         self.tokens_of_last_step = self.tokens_per_expert.clone()
         self.idle_steps = torch.where(self.tokens_per_expert > 0, 0, self.idle_steps + 1)
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.weight.requires_grad:  # a frozen router chooses as before
             rate = self.settings.moe_router_bias_update_rate
             self.expert_bias.copy_(moe_utils.updated_expert_bias(self.expert_bias, self.tokens_per_expert, rate))
         self.tokens_per_expert.zero_()
         self.forget_counts()
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
@@ -30,3 +31,6 @@ class ParallelSharedExperts(ParallelMLP):
     def count_flops(self, x: LayerInput) -> Flops:
         flops = super().count_flops(x)
         return flops if self.gate_weight is None else flops + weight_flops(x, self.gate_weight)
+
+
+__getattr__ = names_of_megatron(__name__)

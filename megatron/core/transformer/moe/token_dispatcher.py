@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.overridable_by_torch_function_mode import row_counts
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel import autograd_collectives
@@ -187,3 +188,6 @@ def _with_zeros(rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     if rows.shape[0] == place.numel():
         return rows, place
     return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))), place.clamp(max=rows.shape[0])
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.common.embeddings.embedding import Embedding
+from megatron.core.process_groups_config import OWN_TP_GROUP
 from megatron.core.transformer.module import of_process
 
 
@@ -14,7 +15,7 @@ class LanguageModelEmbedding(Embedding):
     Every tensor-parallel rank must call.
     """
 
-    @accepts_defaults_only(scatter_to_sequence_parallel=True, tp_group=None)
+    @accepts_defaults_only(scatter_to_sequence_parallel=True, tp_group=OWN_TP_GROUP)
     def __init__(
         self,
         config: Any,

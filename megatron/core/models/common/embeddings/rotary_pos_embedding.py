@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_global_state
+from megatron.core.process_groups_config import OWN_CP_GROUP
 from megatron.core.transformer.rotary_angles import rotary_angles
 
 
@@ -17,7 +18,9 @@ class RotaryEmbedding(nn.Module):
     NotImplementedError for rotary_interleaved.
     """
 
-    @accepts_defaults_only(rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=None)
+    @accepts_defaults_only(
+        rope_scaling=False, rope_scaling_factor=8.0, use_cpu_initialization=False, cp_group=OWN_CP_GROUP
+    )
     def __init__(
         self,
         kv_channels: int,
