@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from expert_layouts import LAYOUTS, RANKS, Trained, outcome, worst_difference
-from expert_models import BATCH, GPT2, LLAMA, ROUTERS, SUBJECT, unmasked
+from expert_models import BATCH, GPT2, LLAMA, ROUTERS, SUBJECT, unmasked, zero
 from local_ranks import run_ranks
 from moe_matrix import DIMENSIONS, MODELS, NEW, MoECase, covering_cases, difference
 from parity_cases import TOLERANCE
@@ -86,11 +86,11 @@ def test_sinkhorn_balances_a_microbatch_alike_in_every_layout():
     """Megatron balances the tokens of each rank, so that tensor- and context-parallel ranks change the choice there."""
     options = {"moe_router_load_balancing_type": ["sinkhorn"], "moe_z_loss_coeff": 0.01, "moe_input_jitter_eps": 0.1}
     config = replace(LLAMA, num_layers=2, **options)
-    expected = outcome(config, Layout(m=2))[0]
-    without = outcome(replace(config, moe_router_load_balancing_type=["none"]), Layout(m=2), 1)[0]
+    expected = outcome(config, Layout(m=2)).whole
+    without = outcome(replace(config, moe_router_load_balancing_type=["none"]), Layout(m=2), 1).whole
     assert abs(expected.losses[0] - without.losses[0]) > 1e-6
     for layout in SINKHORN:
-        assert_equal(outcome(config, layout)[0], expected, 1e-10)
+        assert_equal(outcome(config, layout).whole, expected, 1e-10)
 
 
 # ---------------------------------------------------------------- what Megatron's layouts change, by name
