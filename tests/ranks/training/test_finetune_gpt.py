@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,18 @@ from sft_folder import CHATML, VOCABULARY, chats, read_safetensors, write_lines,
 import finetune_gpt
 from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.dist_checkpointing import load_whole_tensors
+from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
+from megatron.core.inference import read_saved_settings
 from megatron.core.inference.generate import generate
 from megatron.core.inference.load_model import load_gpt
+from megatron.core.inference.score import score
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.validation import check
-from tools import lora as lora_tool
+from tools import evaluate, generate as generate_tool, lora as lora_tool
 
 SIZES = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1"
@@ -182,9 +185,25 @@ def test_targets_that_the_model_does_not_have_are_refused(base: Path):
         train(base, {}, more.replace("linear_fc1_gate linear_proj", "output_layer"))
 
 
-def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path):
+def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path, capsys):
     adapter = tmp_path / "adapter"
     train(base, {}, f" --lora-rank 2 --train-iters 1 --save {tmp_path}/own")
+
+    # tools open adapters alone with the base of the training, in any layout, and no other base
+    assert lora_tool.main(f"--load {tmp_path}/own --base {base}/model --merge {tmp_path}/tuned".split()) == 0
+    perplexity = {}
+    write_lines(tmp_path / "q.jsonl", [{"context": "What", "continuation": " is it?"}])
+    write_model(tmp_path / "other", seed=1)
+    for name, folder in (("own", f"own --pretrained-checkpoint {base}/model"), ("tuned", "tuned"), ("again", "own")):
+        output = tmp_path / f"{name}.json"
+        words = f"--load {tmp_path}/{folder} --data {tmp_path}/q.jsonl --device cpu --dtype float64 --output {output}"
+        assert evaluate.main(words.split()) == 0
+        perplexity[name] = json.loads(output.read_text())["results"]["q"]["perplexity,none"]
+    assert perplexity["own"] == perplexity["again"] == pytest.approx(perplexity["tuned"], rel=1e-5)
+    capsys.readouterr()
+    words = f"--load {tmp_path}/own --pretrained-checkpoint {tmp_path}/other --device cpu --prompt a"
+    assert generate_tool.main(words.split()) == 1
+    assert re.search("other is not the base of .*own.* with hash .*, those of the base were", capsys.readouterr().err)
     assert lora_tool.main(["--load", f"{tmp_path}/own", "--save-peft", str(adapter)]) == 0
     write_model(tmp_path / "gpt2", "gpt2")
     assert (
@@ -193,6 +212,22 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: 
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ConfigError, match="has tensors that belong to no linear of the model: base_model"):
         Script(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+
+
+@pytest.mark.sweep
+def test_adapters_with_their_base_compute_in_any_layout_what_one_process_computes(base: Path, tmp_path: Path):
+    train(base, {}, f" --fp64 --lora-rank 2 --train-iters 2 --save {tmp_path}/own")
+
+    def scores(mesh: Mesh) -> list[float]:
+        checkpoint = open_checkpoint(tmp_path / "own")
+        saved = read_saved_settings(checkpoint.state, "own")
+        settings = {"vocab_size": saved.vocab_size, "positions": saved.positions, "lora": saved.lora, "mesh": mesh}
+        model = load_gpt(checkpoint, saved.transformer, **settings, base=open_foreign(base / "model"))
+        return [one.logprob for one in score(model, [([1, 2], [3, 4, 5]), ([6], [7])], max_length=32, mesh=mesh)]
+
+    expected, *_ = run_ranks({}, scores)
+    for sizes in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}):
+        assert run_ranks(sizes, scores) == [pytest.approx(expected, abs=1e-10)] * prod(sizes.values())
 
 
 @pytest.mark.sweep
