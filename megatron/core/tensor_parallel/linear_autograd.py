@@ -63,11 +63,15 @@ class LinearFunction(torch.autograd.Function):
         """x: [s, b, in], or [s/t, b, in] under sequence parallelism; weight: [out/t, in] -> [s, b, out/t]"""
         # Save for the weight gradient, by the first that applies: what the backend makes of x (such as a quantised x;
         # torch's own products make nothing); the inputs from which x is recomputed, if the producer of x marked it as
-        # recomputable; x itself. Under sequence parallelism x is the shard, before it is gathered. A frozen weight
-        # changes none of this: its backward just does not use what is saved for x.
-        saved_for_x = matmul.save(x, state)
+        # recomputable; x itself. Under sequence parallelism x is the shard, before it is gathered. For a frozen weight
+        # nothing is saved: no gradient of it is computed.
+        is_frozen = not ctx.needs_input_grad[1]
+        saved_for_x = None if is_frozen else matmul.save(x, state)
         ctx.saved_by_backend = saved_for_x is not None
-        if ctx.saved_by_backend:
+        if is_frozen:
+            saved_for_x = ()
+            ctx.producer = None
+        elif ctx.saved_by_backend:
             ctx.restore_x = lambda *saved: matmul.restore(saved, state)
             ctx.producer = None
         else:
