@@ -128,6 +128,8 @@ def read_settings(arguments: list[str] | None) -> Settings:
         raise ConfigError(
             f"--output {evaluation.output}: there is no folder {folder}; create it, or choose another file"
         )
+    if evaluation.output is not None and Path(evaluation.output).is_dir():
+        raise ConfigError(f"--output {evaluation.output} is a folder; give the name of a file")
     return Settings(evaluation, model)
 
 

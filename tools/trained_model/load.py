@@ -15,7 +15,7 @@ from torch import nn
 from megatron.convert import open_any
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.dist_checkpointing import Checkpoint
+from megatron.core.dist_checkpointing import Checkpoint, CheckpointError
 from megatron.core.dist_checkpointing.unsaved_state_warning import FROZEN
 from megatron.core.inference import (
     SavedSettings,
@@ -88,7 +88,14 @@ class TrainedModel:
                 checkpoint.state, str(checkpoint.folder), has_script=settings.script is not None
             )
             root = base_of(checkpoint, config.pretrained_checkpoint)
-        base = None if root is None else open_any(path_of(root), None, world, device)
+        base = None
+        if root is not None:
+            try:
+                base = open_any(path_of(root), None, world, device)
+            except CheckpointError as error:
+                raise ConfigError(
+                    f"the base of the adapters of {config.load}, --pretrained-checkpoint {root}: {error}"
+                ) from None
         for opened in (checkpoint, base):
             if opened is not None and opened.warning:
                 log(f"WARNING: {opened.warning}")

@@ -157,6 +157,9 @@ def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop
             "--save-hf writes a whole model, and this run trains adapters; give --save, and merge",
         ),
         ("--lora-rank 0", "--lora-rank is 0; it must be at least 1"),
+        ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank: without it all weights are trained"),
+        ("--data-path {base}", "it is a folder; --sft reads JSON lines"),
+        ("--epochs 1 --global-batch-size 640", "--epochs 1 are .* fewer than one step of --global-batch-size 640"),
         ("--epochs 2 --train-iters 3", "--epochs 2 and --train-iters both give the length; give one"),
         (
             "--lora-adapter {base}/model",
@@ -212,6 +215,23 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: 
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ConfigError, match="has tensors that belong to no linear of the model: base_model"):
         Script(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+
+
+def test_half_written_and_damaged_peft_folders_are_one_line(base: Path, tmp_path: Path, monkeypatch, capsys):
+    good = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    problems = {
+        '{"r": ': "cannot be read",
+        "[]": "is not an object",
+        json.dumps(good | {"target_modules": 7}): "target_modules is 7; it must be a name or a list of names",
+        json.dumps(good): "has no adapter_model.safetensors",
+    }
+    for text, problem in problems.items():
+        (tmp_path / "adapter_config.json").write_text(text)
+        monkeypatch.setattr("sys.argv", ["finetune_gpt.py", *flags_of(base, f"--lora-adapter {tmp_path}").split()])
+        with pytest.raises(SystemExit) as stopped:
+            finetune_gpt.main()
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and problem in said and said.startswith("cannot start, 1 problem(s)")
 
 
 @pytest.mark.sweep
