@@ -2,9 +2,13 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+
+# Thousands of tests are collected, of which none is garbage: the collector, which would walk through them dozens of times, comes seldom.
+gc.set_threshold(100_000)
 
 TESTS = Path(__file__).parent
 SUPPORT = TESTS / "support"
@@ -24,10 +28,14 @@ MARKERS = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One thread each. Without a GPU the tests in tests/gpu are skipped, and say so; GPU_TESTS_ON=cpu runs them nevertheless."""
-    for item in items:
-        folder = item.path.parent
-        if folder.parent in (TESTS / "unit", TESTS / "ranks"):
-            item.add_marker(MARKERS.get(folder.name, folder.name))
+    of_gpu = []
+    for path, of_file in groupby(items, lambda item: item.path):
+        inside = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ("elsewhere",)
+        if inside[0] in ("unit", "ranks") and len(inside) == 3:
+            for item in of_file:
+                item.add_marker(MARKERS.get(inside[1], inside[1]))
+        elif inside[0] == "gpu":
+            of_gpu += of_file
     import torch  # here, since the process that hands out the tests to the others has no use for it and would keep them waiting
     from fast_set import leave_cases
 
@@ -35,9 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_cases(items)
     if torch.cuda.is_available() or os.environ.get("GPU_TESTS_ON"):
         return
-    for item in items:
-        if Path(__file__).parent / "gpu" in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    for item in of_gpu:
+        item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 _PRECISION = pytest.StashKey[str]()

@@ -67,13 +67,15 @@ def modules() -> dict[str, Path]:
 
 def imported_by(file: Path) -> set[str]:
     """The modules of ours that a file imports when it is loaded; not those that only a type checker sees."""
-    tree = ast.parse(file.read_text())
+    nodes = list(ast.walk(ast.parse(file.read_text())))
     unseen = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    for node in nodes:
+        if isinstance(node, ast.If) and any(
+            "TYPE_CHECKING" in (getattr(part, "id", None), getattr(part, "attr", None)) for part in ast.walk(node.test)
+        ):
             unseen |= {id(inner) for inner in ast.walk(node)}
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in unseen:
             continue
         if isinstance(node, ast.Import):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import package_graph
 import pytest
-from code_lines import code_lines, nodes, product_files
+from code_lines import code_lines, nodes, product_files, tree
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "megatron" / "core"
@@ -280,7 +280,7 @@ def test_layers_of_ours_never_ask_the_current_mesh():
             names = {name.rpartition(".")[2] for name in state}
             definitions = [
                 node.name
-                for node in ast.parse(path.read_text()).body
+                for node in tree(path.read_text()).body
                 if isinstance(node, ast.FunctionDef | ast.ClassDef)
                 and names & {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
             ]
@@ -335,13 +335,13 @@ def test_pure_modules_load_without_torch():
 
 def is_import_path(path: Path, *projects: str) -> bool:
     """Whether a file is one of Megatron's or DeepSpeed's import paths, with names that are defined elsewhere."""
-    told = ast.get_docstring(ast.parse(path.read_text())) or ""
+    told = ast.get_docstring(tree(path.read_text())) or ""
     return told.startswith(tuple(f"Import path of {project}" for project in projects or ("Megatron", "DeepSpeed")))
 
 
 def test_an_import_path_holds_nothing_but_names():
     for path in filter(is_import_path, PRODUCT_FILES):
-        _, *rest = ast.parse(path.read_text()).body
+        _, *rest = tree(path.read_text()).body
         for node in rest:
             calls = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
             is_table = calls and node.value.func.id in ("lazy_names", "all_names", "not_built", "names_of_megatron")
@@ -357,7 +357,7 @@ def test_an_import_path_holds_nothing_but_names():
     ids=lambda path: path.parent.name,
 )
 def test_a_package_says_what_lives_in_it(folder: Path):
-    assert ast.get_docstring(ast.parse(folder.read_text())), folder
+    assert ast.get_docstring(tree(folder.read_text())), folder
 
 
 def test_no_line_of_the_product_is_wider_than_a_screen():

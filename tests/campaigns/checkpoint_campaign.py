@@ -1,6 +1,7 @@
 """Damages checkpoints, each case drawn by its number, and loads them as a run does: flipped bits, mutated manifests, hostile folders.
 
-    python tests/campaigns/checkpoint_campaign.py results.jsonl --flips 1000 --manifests 10000 --folders 2000 --write docs/reliability.md
+    python tests/campaigns/checkpoint_campaign.py results.jsonl --flips 1000 --manifests 10000 --folders 2000
+    python tests/campaigns/checkpoint_campaign.py results.jsonl --write docs/reliability.md
 
 Goes on where it stopped. A case that ends in anything but what is promised is raised with its number.
 
@@ -9,18 +10,17 @@ Goes on where it stopped. A case that ends in anything but what is promised is r
     a hostile folder    the same, in five seconds; nothing outside the folder changes
 """
 
-import argparse
 import contextlib
 import hashlib
-import json
 import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
 import torch
-from documents import write_part
+from case_runs import campaign_parser, end_campaign, open_results, read_results
 from local_ranks import run_ranks
 from spoiled_folders import hostile, mutated, tree_of
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
@@ -331,14 +331,18 @@ def prepared(base: Path) -> Path:
     return base
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def name_of(part: str, number: int, seed: int) -> str:
+    return f"{part} {number} of seed {seed}"
 
 
-def results_of(base: Path, counts: dict[str, int], done: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """The outcomes of the cases that are not in `done`."""
-    seen = {(result["part"], result["number"]) for result in done}
-    left = {part: [n for n in range(count) if (part, n) not in seen] for part, count in counts.items()}
+def results_of(base: Path, counts: dict[str, int], done: Container[str], seed: int) -> Iterator[dict[str, Any]]:
+    """The outcomes of the cases whose names are not in `done`."""
+    for result in _outcomes_of(base, counts, done, seed):
+        yield {"case": name_of(result["part"], result["number"], seed), "ok": True} | result
+
+
+def _outcomes_of(base: Path, counts: dict[str, int], done: Container[str], seed: int) -> Iterator[dict[str, Any]]:
+    left = {part: [n for n in range(count) if name_of(part, n, seed) not in done] for part, count in counts.items()}
     cases = [drawn_flip(base, number, seed) for number in left["flip"]]
     for start in range(0, len(cases), 100):
         for target in TARGETS:
@@ -365,28 +369,26 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser = campaign_parser(__doc__)
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--manifests", type=int, default=10_000)
     parser.add_argument("--folders", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table of the results into this page")
     given = parser.parse_args(arguments)
-    done = read_results(given.results)
-    counts = {"flip": given.flips, "manifest": given.manifests, "folder": given.folders}
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="damage-", dir=memory) as place, given.results.open("a") as file:
-        for result in results_of(prepared(Path(place) / "base"), counts, done, given.seed):
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            done.append(result)
-            if len(done) % 500 == 0:
-                print(len(done), "cases", flush=True)
-    print(table(done))
-    if given.write:
-        write_part(given.write, "damage", table(done))
-    return 0
+    if given.write is None:
+        counts = {"flip": given.flips, "manifest": given.manifests, "folder": given.folders}
+        done, end = read_results(given.results), time.monotonic() + 60 * given.limit_minutes
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryDirectory(prefix="damage-", dir=memory) as place, open_results(given.results) as add:
+            for number, result in enumerate(results_of(prepared(Path(place) / "base"), counts, done, given.seed), 1):
+                add(result)
+                if number % 500 == 0:
+                    print(f"{number} cases", flush=True)
+                if time.monotonic() > end:
+                    break
+    results = list(read_results(given.results).values())
+    print(table(results))
+    return end_campaign(results, given.write, "damage", table)
 
 
 if __name__ == "__main__":

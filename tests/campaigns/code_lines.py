@@ -37,9 +37,15 @@ def formatted(text: str) -> str:
 
 
 @cache
+def tree(text: str) -> ast.Module:
+    """A file's text, parsed once for all that look at it; nobody changes it."""
+    return ast.parse(text)
+
+
+@cache
 def nodes(text: str) -> list[ast.AST]:
     """Everything in a file's text."""
-    return list(ast.walk(ast.parse(text)))
+    return list(ast.walk(tree(text)))
 
 
 @cache

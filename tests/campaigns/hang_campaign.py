@@ -1,5 +1,6 @@
 """Stops one rank of small jobs (SIGSTOP) at each place of a run, and checks what the others say of it and how the job ends.
 
+    python tests/campaigns/hang_campaign.py results.jsonl
     python tests/campaigns/hang_campaign.py results.jsonl --write docs/reliability.md
 
 Goes on where it stopped. A case is a place (each phase of the start-up, each kind of collective before and after it is issued, a save, a
@@ -8,20 +9,21 @@ process, by operation and axis where there is a call and by phase where there is
 `--calm` trains 1,000 steps with validations and saves instead, at a floor of 2 seconds and at the default, and counts alarms.
 """
 
-import argparse
-import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from shlex import split
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
-from documents import write_part
+from case_runs import campaign_parser, end_campaign, read_results, sweep
 from processes import Job, free_port
 
 SCRIPT = str(Path(__file__).parents[1] / "processes" / "hanging_script.py")
@@ -61,27 +63,40 @@ CALLS = {
 CALM = {"calm": f"--hang-timeout-floor {FLOOR}", "calm at the default floor": ""}
 
 
-def cases() -> list[dict]:
-    found = [{"place": name, "where": f"{where} 1", "ranks": 2, "flags": ""} for name, where in PHASES.items()]
+@dataclass(frozen=True)
+class Case:
+    place: str
+    where: str  # the phase or call before or within which the rank stops, and how often it comes there
+    ranks: int
+    flags: str
+    victim: int
+    launcher: str
+
+    def __str__(self) -> str:
+        return f"{self.place}, rank {self.victim}, launcher {self.launcher}"
+
+
+def cases() -> list[Case]:
+    places = [(name, f"{where} 1", 2, "") for name, where in PHASES.items()]
     for call, (ranks, flags) in CALLS.items():
         for when, sign in (("before", "@"), ("within", "+")):
-            where = f"{call.split()[0]}{sign}training 30"
-            found.append({"place": f"{when} {call}", "where": where, "ranks": ranks, "flags": flags})
+            places.append((f"{when} {call}", f"{call.split()[0]}{sign}training 30", ranks, flags))
     return [
-        {**case, "victim": victim, "launcher": launcher}
-        for case in found
-        for victim in (0, case["ranks"] - 1)
+        Case(place, where, ranks, flags, victim, launcher)
+        for place, where, ranks, flags in places
+        for victim in (0, ranks - 1)
         for launcher in ("none", "torchrun")
     ]
 
 
-def run_case(case: dict, folder: str) -> dict:
+def run_case(case: Case, folder: str) -> dict:
     """Start the job, and watch it end after one of its ranks has stopped."""
-    os.environ["HANG"] = f"{case['victim']} stop {case['where']}"
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ["HANG"] = f"{case.victim} stop {case.where}"
     limits = ["--train-iters", "60", "--hang-timeout", "3", "--hang-timeout-floor", str(FLOOR)]
-    words = [SCRIPT, *MODEL, *limits, *case["flags"].split(), "--save", folder]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(case["ranks"]), "--master-port", str(free_port())]
-    with Job([[*launch, *words]] if case["launcher"] == "torchrun" else [words] * case["ranks"]) as job:
+    words = [SCRIPT, *MODEL, *limits, *case.flags.split(), "--save", folder]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(case.ranks), "--master-port", str(free_port())]
+    with Job([[*launch, *words]] if case.launcher == "torchrun" else [words] * case.ranks) as job:
         streams = range(len(job.processes))
 
         def stopped() -> list[str]:
@@ -92,24 +107,24 @@ def run_case(case: dict, folder: str) -> dict:
         began = time.monotonic()
         ended = job.wait(60)
         seconds = time.monotonic() - began
-    return case | _found(
-        case, stopped_in=re.findall(r"hanging in process (\d+)", ended.everything), ended=ended, seconds=seconds
-    )
+    stopped_in = re.findall(r"hanging in process (\d+)", ended.everything)
+    result = {"case": str(case)} | asdict(case) | _found(case, stopped_in=stopped_in, ended=ended, seconds=seconds)
+    return result | {"ok": result["outcome"] == "right", "where": result["said"][:300]}
 
 
-def _found(case: dict, *, stopped_in: list[str], ended: object, seconds: float) -> dict:
+def _found(case: Case, *, stopped_in: list[str], ended: object, seconds: float) -> dict:
     if not stopped_in:
         return {"outcome": "did not come there", "said": str(ended)[-1500:]}
     said, process = "".join(ended.stderr), stopped_in[0]
-    headline = re.search(rf"^rank {case['victim']} \(on \S+, process {process}\) has hung.*$", said, re.MULTILINE)
+    headline = re.search(rf"^rank {case.victim} \(on \S+, process {process}\) has hung.*$", said, re.MULTILINE)
     text = headline[0] if headline else ""
     call = re.search(r"rank \d+ waits in (\w+).* on axis (\w+)", text)
-    if case["launcher"] == "torchrun":
+    if case.launcher == "torchrun":
         codes = sorted({int(code) for code in re.findall(r"exitcode  : (-?\d+)", said)})
         right = ended.codes == (1,) and 4 in codes and set(codes) <= {4, -9}
     else:
         codes = list(ended.codes)
-        right = codes == [-9 if rank == case["victim"] else 4 for rank in range(case["ranks"])]
+        right = codes == [-9 if rank == case.victim else 4 for rank in range(case.ranks)]
     return {
         "outcome": "right" if headline and right and seconds < DEADLINE and not _lives(process) else "wrong",
         "by": " ".join(call.groups()) if call else "phase" if headline else "",
@@ -125,13 +140,22 @@ def _lives(process: str) -> bool:
 
 def calm(place: str, folder: str) -> dict:
     """1,000 steps with 200 validations and 333 saves, which nobody disturbs."""
+    shutil.rmtree(folder, ignore_errors=True)
     os.environ.pop("HANG", None)
     limits = split(f"--train-iters 1000 --hang-timeout 10 {CALM[place]} --keep-checkpoints 2")
     with Job([[SCRIPT, *MODEL, *limits, "--save", folder]] * 2) as job:
         ended = job.wait(1800)
     said = "".join(ended.stderr)
     alarms, slow = said.count("has hung"), said.count("is slow")
-    return {"place": place, "codes": list(ended.codes), "alarms": alarms, "slow": slow, "said": said[-6000:]}
+    counts = {"codes": list(ended.codes), "alarms": alarms, "slow": slow}
+    return {
+        "case": place,
+        "place": place,
+        **counts,
+        "ok": not alarms,
+        "where": f"{alarms} alarms",
+        "said": said[-6000:],
+    }
 
 
 def table(results: list[dict]) -> str:
@@ -161,34 +185,16 @@ def table(results: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many seconds")
-    parser.add_argument("--calm", action="store_true")
-    parser.add_argument("--write", type=Path, help="document whose table is replaced")
+def main() -> int:
+    parser = campaign_parser(__doc__)
+    parser.add_argument("--calm", action="store_true", help="train undisturbed, and count alarms")
     given = parser.parse_args()
-    lines = given.results.read_text().splitlines() if given.results.exists() else []
-    results, began = [json.loads(line) for line in lines], time.monotonic()
-    done = {(one["place"], one.get("victim"), one.get("launcher")) for one in results}
-    todo = [{"place": place} for place in CALM] if given.calm else cases()
-    for case in todo:
-        if (
-            case["place"],
-            case.get("victim"),
-            case.get("launcher"),
-        ) in done or time.monotonic() - began > given.seconds:
-            continue
-        folder = f"{given.results}.saved"
-        os.system(f"rm -rf {folder}")
-        found = calm(case["place"], folder) if given.calm else run_case(case, folder)
-        results.append(found)
-        with given.results.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(json.dumps({k: v for k, v in found.items() if k not in ("flags", "said")}), file=sys.stderr, flush=True)
-    if given.write:
-        write_part(given.write, "hangs", table(results))
+    if given.write is None:
+        todo, run_one = (list(CALM), calm) if given.calm else (cases(), run_case)
+        run_one = partial(run_one, folder=f"{given.results}.saved")
+        sweep(todo, len(todo), [given.results], 60 * given.limit_minutes, run_one)
+    return end_campaign(list(read_results(given.results).values()), given.write, "hangs", table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Kills one rank of small jobs, at instants and in layouts drawn by seed, and measures how long the others live on.
 
-    python tests/campaigns/kill_campaign.py results.jsonl --count 200 --seed 1 --write docs/testing.md
+    python tests/campaigns/kill_campaign.py results.jsonl --count 200 --seed 1
+    python tests/campaigns/kill_campaign.py results.jsonl --write docs/testing.md
 
 Goes on where it stopped. A job is killed at a place (importing, meeting, making groups, ..., leaving: the marks of
 gloo/marked_script.py) that its victim has come to, and some milliseconds later. How a case ended is in `results.jsonl`: where the
@@ -11,8 +12,7 @@ say whom they wait for until --distributed-timeout-minutes. Such cases are count
 others have left, and finds nobody.
 """
 
-import argparse
-import json
+import itertools
 import os
 import random
 import re
@@ -21,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from shlex import split
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
 import processes
-from documents import write_part
+from case_runs import campaign_parser, end_campaign, read_results, sweep
 from processes import Job, free_port
 
 SCRIPT = str(Path(__file__).parents[1] / "processes" / "marked_script.py")
@@ -82,6 +84,7 @@ MARKS = tuple(_RUN.split(", "))  # in the order of a run
 
 @dataclass(frozen=True)
 class Case:
+    seed: int
     number: int
     kind: str
     ranks: int
@@ -92,6 +95,9 @@ class Case:
     occurrence: int  # how often the victim comes there before it is killed
     delay: float  # seconds
     late: str  # a rank that comes later, and by how many seconds
+
+    def __str__(self) -> str:
+        return f"kill {self.number} of seed {self.seed}"
 
 
 def drawn(seed: int, number: int) -> Case:
@@ -111,7 +117,7 @@ def drawn(seed: int, number: int) -> Case:
     delay = draw.uniform(0, {"importing": 2.0, "meeting": 1.0, "training": 0.2, "saving": 0.1}.get(place, 0.05))
     others = [rank for rank in range(ranks) if rank != victim]
     late = f"{draw.choice(others)}:{draw.uniform(0.5, 2):.2f}" if place == "meeting" else ""
-    return Case(number, kind, ranks, flags, launcher, victim, place, occurrence, delay, late)
+    return Case(seed, number, kind, ranks, flags, launcher, victim, place, occurrence, delay, late)
 
 
 # ---------------------------------------------------------------- one case
@@ -165,7 +171,9 @@ def run_case(case: Case, saved: Path) -> dict:
         else:
             job = Job([words] * case.ranks)
         with job:
-            return asdict(case) | _kill_and_watch(case, job)
+            result = {"case": str(case)} | asdict(case) | _kill_and_watch(case, job)
+    lived_on = is_counted(result) and result["seconds"] > LIMIT
+    return result | {"ok": not lived_on, "where": f"a rank lived on for {result['seconds']} s" if lived_on else ""}
 
 
 def _kill_and_watch(case: Case, job: Job) -> dict:
@@ -214,31 +222,18 @@ def _kill_and_watch(case: Case, job: Job) -> dict:
 # ---------------------------------------------------------------- all of them
 
 
-def read_results(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def is_counted(result: dict) -> bool:
     """Whether others could know of the death: the victim had come, and one of them as well, or torchrun watches."""
     could_know = result["outcome"] == "killed" and (result["had come"] or result["launcher"] == "torchrun")
     return could_know and result["seconds"] > 0
 
 
-def campaign(path: Path, count: int, seed: int, limit_minutes: float) -> None:
-    results, stop = read_results(path), time.monotonic() + 60 * limit_minutes
-    with tempfile.TemporaryDirectory(prefix="saved-") as saved:
-        with Job([[processes.PRETRAIN_GPT, *MODEL, "--exit-interval", "1", "--save", saved]]) as job:
-            job.wait().succeeded()
-        while sum(map(is_counted, results)) < count and time.monotonic() < stop:
-            case = drawn(seed, len(results))
-            results.append(run_case(case, Path(saved)))
-            with path.open("a") as file:
-                file.write(json.dumps(results[-1]) + "\n")
-            last = {
-                name: results[-1].get(name)
-                for name in ("number", "kind", "launcher", "place", "found", "outcome", "seconds")
-            }
-            print(sum(map(is_counted, results)), "kills;", last, flush=True)
+def cases(path: Path, count: int, seed: int) -> Iterator[Case]:
+    """Cases until so many kills that others could know of stand in the file of results."""
+    for number in itertools.count():
+        if sum(map(is_counted, read_results(path).values())) >= count:
+            return
+        yield drawn(seed, number)
 
 
 def table(results: list[dict]) -> str:
@@ -293,20 +288,18 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per case, that is added to")
+    parser = campaign_parser(__doc__)
     parser.add_argument("--count", type=int, default=200, help="kills that the others can know of")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--write", type=Path, help="put the tables into this file")
     given = parser.parse_args()
-    campaign(given.results, given.count, given.seed, given.limit_minutes)
-    results = read_results(given.results)
-    if given.write is not None:
-        write_part(given.write, "kills", table(results))
-    late = [result for result in results if is_counted(result) and result["seconds"] > LIMIT]
-    print(f"{sum(map(is_counted, results))} kills, {len(late)} after which a rank lived on for more than {LIMIT:.0f} s")
-    return 1 if late else 0
+    if given.write is None:
+        with tempfile.TemporaryDirectory(prefix="saved-") as saved:
+            with Job([[processes.PRETRAIN_GPT, *MODEL, "--exit-interval", "1", "--save", saved]]) as job:
+                job.wait().succeeded()
+            run_one = partial(run_case, saved=Path(saved))
+            drawn_cases = cases(given.results, given.count, given.seed)
+            sweep(drawn_cases, given.count, [given.results], 60 * given.limit_minutes, run_one)
+    return end_campaign(list(read_results(given.results).values()), given.write, "kills", table)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
 from case_runs import Matrix, command
-from covering import Combined
+from covering import Combined, cover
 from parity_cases import worst_of
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
-from zero_matrix import cover
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.optimizer_registry import OptimizerConfig

@@ -1,5 +1,6 @@
 """What one layout has saved, another loads and saves again, and an independent reader compares the two: every pair of 15 layouts.
 
+    python tests/campaigns/reshard_campaign.py results.jsonl --limit-minutes 30
     python tests/campaigns/reshard_campaign.py results.jsonl --write docs/reliability.md
 
 Goes on where it stopped. Ranks are threads; independent_reader.py knows the files by docs/checkpoint_format.md alone.
@@ -9,10 +10,9 @@ Goes on where it stopped. Ranks are threads; independent_reader.py knows the fil
     across precisions     refused without --allow-precision-change; with it the float32 masters (or weights) bit for bit
 """
 
-import argparse
-import json
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
 import numpy as np
+from case_runs import campaign_parser, end_campaign, open_results, read_results
 from checkpoint_campaign import silence
-from documents import write_part
 from independent_reader import Contents, Tensor, differing, latest, read
 from local_ranks import run_ranks
 from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
@@ -183,6 +183,11 @@ def plan(every: int) -> Iterator[tuple[str, str, str, str]]:
             yield before, names[i], after, names[(i + 5 + number) % len(names)]
 
 
+def name_of(case: tuple[str, str, str, str]) -> str:
+    before, source, after, target = case
+    return f"{before} {source} to {after} {target}"
+
+
 def results_of(cases: list[tuple[str, str, str, str]], place: Path) -> Iterator[dict[str, Any]]:
     groups: dict[tuple[str, str, bool], list[tuple[str, str]]] = {}
     for before, source, after, target in cases:
@@ -196,17 +201,14 @@ def results_of(cases: list[tuple[str, str, str, str]], place: Path) -> Iterator[
                 if not (root / "latest_checkpointed_iteration.txt").exists():  # by a run of this command before
                     save_source(root, source, before, place / "files")
                 saved[before, source] = read(latest(root))
-            roots[root] = place / f"{before} {source} to {after} {target}"
+            roots[root] = place / name_of((before, source, after, target))
         answers = loaded_and_saved(roots, target, after, place / "files", is_crossed=is_crossed)
         for (before, source), root, answer in zip(sources, roots.values(), answers):
             if is_crossed and "--allow-precision-change" not in answer:
                 raise Wrong(f"{before} was loaded in {after} without the flag: {answer}")
             count = check_pair(saved[before, source], read(latest(root)), target, after, is_crossed=is_crossed)
-            yield {"saved": [before, source], "loaded": [after, target], "tensors": count}
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            name = name_of((before, source, after, target))
+            yield {"case": name, "ok": True, "saved": [before, source], "loaded": [after, target], "tensors": count}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -222,28 +224,25 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="a file of JSON lines, one per pair, that is added to")
+    parser = campaign_parser(__doc__)
     parser.add_argument("--every", type=int, default=1, help="one in so many pairs")
     parser.add_argument(
         "--place", type=Path, metavar="DIR", help="keep the checkpoints of the sources here for the next run"
     )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table of the results into this page")
     given = parser.parse_args(arguments)
-    done = read_results(given.results)
-    seen = {(*result["saved"], *result["loaded"]) for result in done}
-    cases = [case for case in plan(given.every) if case not in seen]
-    with tempfile.TemporaryDirectory(prefix="reshard-") as place, given.results.open("a") as file:
-        for result in results_of(cases, given.place or Path(place)):
-            file.write(json.dumps(result) + "\n")
-            file.flush()
-            done.append(result)
-            if len(done) % 50 == 0:
-                print(len(done), "pairs", flush=True)
-    print(table(done))
-    if given.write:
-        write_part(given.write, "reshard", table(done))
-    return 0
+    if given.write is None:
+        done, end = read_results(given.results), time.monotonic() + 60 * given.limit_minutes
+        cases = [case for case in plan(given.every) if name_of(case) not in done]
+        with tempfile.TemporaryDirectory(prefix="reshard-") as place, open_results(given.results) as add:
+            for number, result in enumerate(results_of(cases, given.place or Path(place)), 1):
+                add(result)
+                if number % 50 == 0:
+                    print(f"{number} of {len(cases)} pairs", flush=True)
+                if time.monotonic() > end:
+                    break
+    results = list(read_results(given.results).values())
+    print(table(results))
+    return end_campaign(results, given.write, "reshard", table)
 
 
 if __name__ == "__main__":

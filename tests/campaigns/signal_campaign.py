@@ -7,15 +7,16 @@ Goes on where it stopped. Rank 0 pauses for two seconds at the place, and meanwh
 docs/training_run.md: exit codes, the last checkpoint, no process, no unfinished file, and nothing in the memory that ranks share.
 """
 
-import argparse
-import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from shlex import split
@@ -23,7 +24,7 @@ from shlex import split
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
-from documents import write_part
+from case_runs import campaign_parser, end_campaign, read_results, sweep
 from kill_campaign import lives
 from processes import Job
 
@@ -49,32 +50,54 @@ SENT = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT")
 TO = ("rank 0", "rank 1", "all", "launcher")
 
 
-def cases() -> list[dict]:
-    every = product(PHASES, SENT, TO, (True, False), (True, False))
-    return [
-        {"phase": phase, "sent": sent, "to": to, "asked": asked, "launched": launched}
-        for phase, sent, to, asked, launched in every
-        if launched or to != "launcher"
-    ]
+@dataclass(frozen=True)
+class Case:
+    phase: str
+    sent: str
+    to: str
+    asked: bool  # whether the run is given --exit-signal-handler
+    launched: bool
+
+    def __str__(self) -> str:
+        run = "handled" if self.asked else "plain"
+        return f"{self.sent} to {self.to}, {self.phase}, {run}, {'launcher' if self.launched else 'no launcher'}"
+
+
+def cases() -> list[Case]:
+    every = (Case(*choices) for choices in product(PHASES, SENT, TO, (True, False), (True, False)))
+    return [case for case in every if case.launched or case.to != "launcher"]
 
 
 def children_of(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def run_case(case: dict, folder: Path) -> dict:
+def run_case(case: Case, folder: Path) -> dict:
     """What happened, and what of it is wrong."""
-    place, flags, *_ = PHASES[case["phase"]]
+    result = {"case": str(case)} | asdict(case)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        result |= send_and_watch(case, folder)
+        wrong = wrong_with(case, result)
+    except AssertionError as error:
+        result |= {"codes": [], "saved": 0, "left": [], "seconds": PATIENCE}
+        wrong = f"{error}"[:2500]
+    return result | {"ok": not wrong, "where": wrong}
+
+
+def send_and_watch(case: Case, folder: Path) -> dict:
+    """The exit codes, the last checkpoint, what is left over, seconds from the signal to the end, and what was printed."""
+    place, flags, *_ = PHASES[case.phase]
     os.environ["HANG"] = f"0 pause {place}"
-    words = [SCRIPT, *RUN, *flags.split(), "--save", str(folder)] + ["--exit-signal-handler"] * case["asked"]
-    with Job([[LAUNCHER, "2", *words]] if case["launched"] else [words] * 2) as job:
+    words = [SCRIPT, *RUN, *flags.split(), "--save", str(folder)] + ["--exit-signal-handler"] * case.asked
+    with Job([[LAUNCHER, "2", *words]] if case.launched else [words] * 2) as job:
         streams = range(len(job.processes))
         job.wait_for(lambda: any("pausing" in job.stdout(stream) for stream in streams))
         top = [process.pid for process in job.processes]
-        ranks = sorted(children_of(top[0])) if case["launched"] else top
-        victims = {"all": ranks, "launcher": top}.get(case["to"]) or [ranks[int(case["to"][-1])]]
+        ranks = sorted(children_of(top[0])) if case.launched else top
+        victims = {"all": ranks, "launcher": top}.get(case.to) or [ranks[int(case.to[-1])]]
         for pid in victims:
-            os.kill(pid, signal.Signals[case["sent"]])
+            os.kill(pid, signal.Signals[case.sent])
         began = time.monotonic()
         ended = job.wait(PATIENCE)
         while any(map(lives, ranks)) and time.monotonic() < began + PATIENCE:
@@ -88,18 +111,18 @@ def run_case(case: dict, folder: Path) -> dict:
     left += [path.name for path in folder.glob("*.partial*")]
     saved = max((int(path.name[5:]) for path in folder.glob("iter_[0-9]*") if path.name[5:].isdigit()), default=0)
     codes = list(ended.codes)
-    if case["launched"]:
+    if case.launched:
         codes = sorted({int(code) for code in re.findall(r"exitcode  : (-?\d+)", ended.everything)}) + codes
-    found = case | {"codes": codes, "saved": saved, "left": left, "seconds": round(seconds, 1)}
-    return found | {"wrong": wrong_with(found), "said": ended.everything[-2500:]}
+    numbers = {"codes": codes, "saved": saved, "left": left, "seconds": round(seconds, 1)}
+    return numbers | {"said": ended.everything[-2500:]}
 
 
-def wrong_with(found: dict) -> str:
+def wrong_with(case: Case, found: dict) -> str:
     """What is not as docs/training_run.md has it; empty if nothing."""
-    _, _, before, last = PHASES[found["phase"]]
-    sent, asked, to = found["sent"], found["asked"], found["to"]
-    of_agent = found["codes"][-1] if found["launched"] else None
-    ranks = set(found["codes"][:-1] if found["launched"] else found["codes"])
+    _, _, before, last = PHASES[case.phase]
+    sent, asked, to = case.sent, case.asked, case.to
+    of_agent = found["codes"][-1] if case.launched else None
+    ranks = set(found["codes"][:-1] if case.launched else found["codes"])
     killed = (sent in ("SIGTERM", "SIGHUP") and not asked) or (
         sent == "SIGUSR1" and to == "launcher"
     )  # torchrun dies of SIGUSR1
@@ -107,18 +130,18 @@ def wrong_with(found: dict) -> str:
     if sent == "SIGINT":
         codes, saved = (
             {130},
-            {before, 0} if found["phase"] == "start" else {before, 4} if "save" in found["phase"] else {before},
+            {before, 0} if case.phase == "start" else {before, 4} if "save" in case.phase else {before},
         )
     elif killed:
-        codes, saved = {-15, 1, *hung_up}, {before, 4} if "save" in found["phase"] else {before}
+        codes, saved = {-15, 1, *hung_up}, {before, 4} if "save" in case.phase else {before}
     elif asked:
         codes, saved = {0}, {last}
     else:  # SIGUSR1 is said, and the run goes on
         codes, saved = {0}, {6}
-    if found["phase"] == "asynchronous save" and (killed or sent == "SIGINT"):
+    if case.phase == "asynchronous save" and (killed or sent == "SIGINT"):
         saved = {0, 2, 4}  # the save of iteration 2 may be in flight yet
     problems = []
-    if found["launched"]:
+    if case.launched:
         fine = of_agent == 0 if codes == {0} and to != "launcher" else of_agent != 0
         fine = fine and (ranks <= codes | {-15, -2, *hung_up})  # the agent ends the others of a rank that has failed
     else:
@@ -135,8 +158,7 @@ def wrong_with(found: dict) -> str:
 
 
 def table(results: list[dict]) -> str:
-    wrong = sum(bool(wrong_with(one)) for one in results if one["codes"])
-    wrong += sum(not one["codes"] for one in results)
+    wrong = sum(not one["ok"] for one in results)
     counts = Counter((one["phase"], one["sent"]) for one in results)
     seconds = sorted(one["seconds"] for one in results)
     rows = [f"| {phase} | " + " | ".join(str(counts[phase, sent]) for sent in SENT) + " |" for phase in PHASES]
@@ -153,32 +175,13 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--limit-minutes", type=float, default=float("inf"))
-    parser.add_argument("--write", type=Path, help="put the table into this file, and run nothing")
-    given = parser.parse_args()
-    lines = given.results.read_text().splitlines() if given.results.exists() else []
-    results, began = [json.loads(line) for line in lines], time.monotonic()
-    done = [{name: one[name] for name in ("phase", "sent", "to", "asked", "launched")} for one in results]
-    todo = [case for case in cases() if case not in done and given.write is None]
-    random.Random(1).shuffle(todo)
-    for case in todo:
-        if time.monotonic() - began > 60 * given.limit_minutes:
-            break
-        folder = Path(f"{given.results}.saved")
-        os.system(f"rm -rf {folder}")
-        try:
-            found = run_case(case, folder)
-        except AssertionError as error:
-            found = case | {"codes": [], "saved": 0, "left": [], "seconds": PATIENCE, "wrong": f"{error}"[:2500]}
-        results.append(found)
-        with given.results.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print({name: value for name, value in found.items() if name != "said"}, flush=True)
-    if given.write is not None:
-        write_part(given.write, "signals", table(results))
-    return int(any(one["wrong"] for one in results))
+    given = campaign_parser(__doc__).parse_args()
+    if given.write is None:
+        todo = cases()
+        random.Random(1).shuffle(todo)
+        run_one = partial(run_case, folder=Path(f"{given.results}.saved"))
+        sweep(todo, len(todo), [given.results], 60 * given.limit_minutes, run_one)
+    return end_campaign(list(read_results(given.results).values()), given.write, "signals", table)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ import contextlib
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from heapq import heapify, heapreplace
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
-from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
 from case_runs import Matrix, command
-from covering import Combined
+from covering import Combined, cover
 from parity_cases import worst_of
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
@@ -64,9 +62,6 @@ DIMENSIONS = {
         (1, 1, 1, 2),
     ),
 }
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,23 +124,6 @@ def covering_cases(strength: int) -> tuple[ZeroCase, ...]:
     return cover(
         all_cases(), lambda case: frozenset(combinations(zip(DIMENSIONS, case.choices), strength)), chosen=chosen
     )
-
-
-def cover(cases: Iterable[T], contents: Callable[[T], frozenset], chosen: Iterable[T] = ()) -> tuple[T, ...]:
-    """`chosen` and more of the cases, until all contents of all cases occur; each the one that adds most."""
-    found, has = list(chosen), {case: contents(case) for case in cases}
-    missing = frozenset().union(*has.values()).difference(*(has[case] for case in found))
-    # What a case would add only shrinks: what it would have added earlier says of most that they are not the best.
-    adds = [(-len(inside), number, case) for number, (case, inside) in enumerate(has.items())]
-    heapify(adds)
-    while missing:
-        _, number, case = adds[0]
-        now = (-len(has[case] & missing), number, case)
-        if now > heapreplace(adds, now):
-            continue
-        found.append(case)
-        missing -= has[case]
-    return tuple(found)
 
 
 def ordered_cases() -> Iterator[ZeroCase]:

@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
+from covering import cover
 from tiny_run import SEED, SEQ, TINY_GPT2, VOCAB, Layout, forward_step, microbatches, put_together, train_rank
-from zero_matrix import STAGES, cover, several_slices
+from zero_matrix import STAGES, several_slices
 
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig

@@ -6,13 +6,14 @@ is a line of the file of results. A case is anything with a name, `str(case)`, a
 """
 
 import argparse
+import contextlib
 import json
 import math
 import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -95,11 +96,9 @@ def sweep(
     cases: Iterable[Any], count: int, paths: list[Path], limit_seconds: float, run_one: Callable[[Any], dict]
 ) -> None:
     """Run what is in no file yet of `count` cases, until done or out of time; each result is added to the first file at once."""
-    path, results = paths[0], read_results(*paths)
-    began, said, ran, passed, revision = time.monotonic(), 0.0, 0, 0, code_revision()
-    with path.open("a") as file:
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            file.write("\n")
+    results = read_results(*paths)
+    began, said, ran, passed = time.monotonic(), 0.0, 0, 0
+    with open_results(paths[0]) as add:
         for case in cases:
             passed += 1
             if str(case) in results:
@@ -113,12 +112,27 @@ def sweep(
                 print(
                     f"{passed - 1} of {count} cases, {_span(left)} left in this run, {_span(whole)} for all", flush=True
                 )
-            result = run_one(case) | {"code": revision}
+            result = run_one(case)
             ran += 1
-            file.write(json.dumps(result) + "\n")
-            file.flush()
+            add(result)
             if not result["ok"]:
-                print(f"DIFFERS  {case}: {result['where']} by {result['worst']}", flush=True)
+                by = "" if result.get("worst") is None else f" by {result['worst']}"
+                print(f"DIFFERS  {case}: {result.get('where', '')}{by}", flush=True)
+
+
+@contextlib.contextmanager
+def open_results(path: Path) -> Iterator[Callable[[dict], None]]:
+    """Give the function that adds a result to a file of results at once, with the commit that was run."""
+    revision = code_revision()
+    with path.open("a") as file:
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            file.write("\n")
+
+        def add(result: dict) -> None:
+            file.write(json.dumps(result | {"code": revision}) + "\n")
+            file.flush()
+
+        yield add
 
 
 def code_revision() -> str:

@@ -1,10 +1,12 @@
 """Few cases in which all combinations of some choices occur, where not every choice can stand with every other. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Combined:
@@ -17,7 +19,7 @@ class Combined:
     @property
     def choices(self) -> tuple:
         """One of each dimension, in their order."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(map(self.__dict__.__getitem__, self.__dataclass_fields__))
 
 
 _CANDIDATES = 60  # completions looked at for each case
@@ -39,26 +41,34 @@ def covering(
     time: what adds most for its ranks.
     """
     cases, seeds = list(chosen), [dict(seed) for seed in seeds]
-    parts = lambda case: _parts(zip(dimensions, case.choices), strength, only)  # noqa: E731
-    missing = dict.fromkeys(_possible(make, dimensions, strength, seeds, only))
+    # A combination is the sum of its choices' numbers, each a power of two: integers are looked up sooner than tuples of pairs.
+    named = [(name, choice) for name, choices in dimensions.items() for choice in choices]
+    numbers = {pair: 1 << bit for bit, pair in enumerate(named)}
+    wanted = [
+        i
+        for i, names in enumerate(combinations(dimensions, strength))
+        if not only or any(name in only for name in names)
+    ]
+
+    def parts(case: Combined) -> list[int]:
+        ones = [numbers[pair] for pair in zip(dimensions, case.choices)]
+        sums = list(map(sum, combinations(ones, strength)))
+        return [sums[i] for i in wanted] if only else sums
+
+    missing = {sum(numbers[pair] for pair in part): part for part in _possible(make, dimensions, strength, seeds, only)}
     for part in (part for case in cases for part in parts(case)):
         missing.pop(part, None)
     random = Random(strength)
     while missing:
-        seed = dict(next(iter(missing)))
+        seed = dict(next(iter(missing.values())))
         drawn = ({name: random.choice(values) for name, values in dimensions.items()} for _ in range(_CANDIDATES))
         fits = [case for case in (make(**(others | seed)) for others in drawn) if case.can_be]
         fits += [case for others in seeds if (case := make(**(others | seed))).can_be]
-        gains = [(sum(part in missing for part in parts(case)), case) for case in fits]
+        gains = [(sum(map(missing.__contains__, parts(case))), case) for case in fits]
         cases.append(max(gains, key=lambda pair: pair[0] / (8 + pair[1].ranks))[1])
         for part in parts(cases[-1]):
             missing.pop(part, None)
     return tuple(cases)
-
-
-def _parts(named: Iterable[tuple[str, Any]], strength: int, only: tuple[str, ...]) -> set[tuple]:
-    """Combinations of so many choices; only: those with one of these dimensions."""
-    return {part for part in combinations(list(named), strength) if not only or any(name in only for name, _ in part)}
 
 
 def _possible(
@@ -77,3 +87,20 @@ def _possible(
             if any(make(**(others | dict(part))).can_be for others in seeds):
                 found.append(part)
     return found
+
+
+def cover(cases: Iterable[T], contents: Callable[[T], frozenset], chosen: Iterable[T] = ()) -> tuple[T, ...]:
+    """`chosen` and more of the cases, until all contents of all cases occur; each the one that adds most."""
+    found, has = list(chosen), {case: contents(case) for case in cases}
+    missing = frozenset().union(*has.values()).difference(*(has[case] for case in found))
+    # What a case would add only shrinks: what it would have added earlier says of most that they are not the best.
+    adds = [(-len(inside), number, case) for number, (case, inside) in enumerate(has.items())]
+    heapify(adds)
+    while missing:
+        _, number, case = adds[0]
+        now = (-len(has[case] & missing), number, case)
+        if now > heapreplace(adds, now):
+            continue
+        found.append(case)
+        missing -= has[case]
+    return tuple(found)

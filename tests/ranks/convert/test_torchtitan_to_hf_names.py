@@ -4,10 +4,8 @@ The writer is torch.distributed.checkpoint, in two processes with DTensors, as F
 """
 
 import json
-import os
+import multiprocessing
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -116,14 +114,13 @@ def write_rank(folder: Path, rank: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("titan") / "step-5"
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            str(Path(__file__).parents[3] / folder)
-            for folder in ("", "tests/support", "tests/support/exchange", "tests/campaigns")
-        )
-    }
-    ranks = [subprocess.Popen([sys.executable, __file__, root, str(rank)], env=env) for rank in range(2)]
-    assert [rank.wait() for rank in ranks] == [0, 0]
+    fork = multiprocessing.get_context("fork")  # a new interpreter would import torch's tensors first, for seconds each
+    ranks = [fork.Process(target=write_rank, args=(root, rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
     assert len(list(root.glob("*.distcp"))) == 2
     (root / "config.json").write_text(json.dumps(CONFIG))
     return root
@@ -240,7 +237,3 @@ def test_what_is_not_this_model_is_refused(folder: Path, tmp_path: Path):
     written_by_one(tmp_path / "more", "qwen3", **{"layers.0.moe.router.gate.weight": torch.ones(3)})
     with pytest.raises(CheckpointError, match=r"moe\.router"):
         open_any(tmp_path / "more")
-
-
-if __name__ == "__main__":
-    write_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -4,8 +4,8 @@ And for just the traffic that the algebra says: recomputation, interleaving, par
 buckets included, each rank's calls are those of `traffic.py`.
 
 The tolerance, 1e-10 of a tensor's largest value, leaves room for another order of summation over two steps (about 1e-15
-each, amplified by Adam's division) and for nothing else. The fast set has every choice of layout_space, the full one every pair of them; it and
-`sweep` together every triple that fits on 16 ranks; tests/campaigns/parity_sweep.py runs the product.
+each, amplified by Adam's division) and for nothing else. The fast set has every choice of layout_space, the full one some triples of them
+too; with `sweep` there is every pair, and every triple that fits on 16 ranks; tests/campaigns/parity_sweep.py runs the product.
 """
 
 from functools import cache
@@ -38,7 +38,7 @@ def one_process(model: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in FAST else pytest.mark.full) for case in PAIRS], ids=str
+    "case", [pytest.param(case, marks=() if case in FAST else pytest.mark.sweep) for case in PAIRS], ids=str
 )
 def test_every_pair_of_choices_equals_one_process(case: Case):
     assert_as_one_process(case)

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import cover
 from layouts import Layout
 from local_ranks import run_ranks
 from muon_matrix import DIMENSIONS, MODELS, SHARDS, MuonCase, all_cases, covering_cases, main, outcomes
 from parity_cases import TOLERANCE
 from tiny_run import TINY_GPT2, TINY_LLAMA, TinyTrainer, assert_equal, my_pieces, put_together, run
 from torch import Tensor
-from zero_matrix import cover
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from code_lines import nodes
 from documents import DOCUMENTS, ROOT, commands_of, name_of
 
 import finetune_gpt
@@ -278,7 +279,7 @@ def rendered(node: ast.AST) -> str | None:
 @cache
 def strings_of_the_product() -> tuple[str, ...]:
     files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *ROOT.glob("*.py")]
-    found = [rendered(node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    found = [rendered(node) for path in files for node in nodes(path.read_text())]
     shell = [line for path in (ROOT / "examples").rglob("*sh") for line in path.read_text().splitlines()]
     return tuple(text for text in found if text is not None) + tuple(shell)
 

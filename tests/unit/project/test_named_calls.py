@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from code_lines import nodes, product_files
+from code_lines import nodes, product_files, tree
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_grad_state import GradReduceInterface, ParamGradSink
@@ -146,7 +146,7 @@ class Named(NamedTuple):
 def named_in(text: str, path: str = "") -> Iterator[Named]:
     """Attributes whose names stand in text, in a call, or in the tuple that a loop around a call runs over, if the call bears that
     an object lacks one."""
-    yield from _named(ast.parse(text), path, "", {})
+    yield from _named(tree(text), path, "", {})
 
 
 def _named(node: ast.AST, path: str, function: str, loops: dict[str, list[str]]) -> Iterator[Named]:
