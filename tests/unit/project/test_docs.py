@@ -85,6 +85,7 @@ COMMANDS = {
         "python tools/preprocess_data.py ...": TUNES,
         "python tools/train_tokenizer.py ...": TUNES,
         "python tools/evaluate.py ...": TUNES_AGAIN,
+        "mkdir -p runs/library": "not run: the test makes the folder",
         "python tools/plot_run.py ...": TUNES_AGAIN,
         "python tools/stdlib_corpus.py ...": TUNES_AGAIN,
         "python -c ...": TUNES,
