@@ -51,6 +51,7 @@ from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import Pair, PeftFolder, base_of_state, fused_in_hf, read_peft_folder, targets_of
 from megatron.core import parallel_state
 from megatron.core.datasets.sft_dataset import samples_of_epochs
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.peft.lora import add_lora
@@ -126,7 +127,14 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
         is_builder = parallel_state.launched_rank() == 0
         tokenizer = build_tokenizer(config.tokenizer)
         seed = config.training.seed
-        defaults["train_samples"] = samples_of_epochs(config.data, tokenizer, seed, args.epochs, is_builder=is_builder)
+        samples = samples_of_epochs(config.data, tokenizer, seed, args.epochs, is_builder=is_builder)
+        batch = config.training.global_batch_size or 1
+        if samples < batch:
+            raise ConfigError(
+                f"--epochs {epochs} are {samples} samples of --seq-length {config.data.seq_length}, fewer than one step of "
+                f"--global-batch-size {batch}; raise the one or lower the other"
+            )
+        defaults["train_samples"] = samples
     return defaults
 
 
@@ -177,10 +185,10 @@ def values_of(folder: PeftFolder, lora: LoRAConfig) -> Callable[[str, str], Pair
 def main() -> None:
     try:
         defaults = defaults_of(sys.argv[1:])
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         if parallel_state.launched_rank() != 0:
             sys.exit(2)  # the first rank prints
-        stop_with(error)
+        stop_with(error if isinstance(error, ConfigError) else ConfigError(str(error)))
     pretrain(
         train_valid_test_datasets_provider,
         model_provider,

@@ -15,9 +15,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,25 +33,15 @@ from megatron.core.base.dataclass_flags import (
     option,
     read_flags,
 )
-from megatron.core.parallel.device_config import DeviceName
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from tools.errors import answer_help
+from tools.trained_model.flags import LAYOUT_SIZES, TrainedModelConfig
 
 
 @dataclass(frozen=True)
 class EvaluateConfig(FlagConfig):
     """Evaluation."""
 
-    load: str | None = option(None, "checkpoint folder, or a Hugging Face folder", metavar="DIR", required=True)
-    model: str | None = option(
-        None,
-        "script that trained the model, whose model_provider builds it; needed if the model is its own, or if it adds a "
-        "tokenizer or an attention kernel; it runs up to its call of pretrain()",
-        metavar="FILE",
-    )
-    iteration: WholeNumber | None = option(
-        None, "iteration to load; default: the latest", flags=("--iteration", "--ckpt-step")
-    )
     data: list[str] = option(
         [],
         "files to evaluate on: text, JSONL, definitions (.yaml), prefixes of token files",
@@ -76,30 +65,8 @@ class EvaluateConfig(FlagConfig):
         None, "dtype of weights and products; default: that of the checkpoint"
     )
     output: str | None = option(None, "JSON file for the results", metavar="FILE", flags=("--output", "--output-path"))
-    tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks")
-    pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks")
-    context_parallel_size: Count = option(1, "context-parallel ranks, which shard each text")
-    cp_comm_type: list[str] = option(
-        ["p2p"], "communication of context-parallel attention, as in training", metavar="TYPE"
-    )
-    expert_model_parallel_size: Count = option(
-        1, "expert-parallel ranks; if they are more than the others of a stage, several replicas score the same texts"
-    )
-    expert_tensor_parallel_size: Count | None = option(
-        None, "ranks that shard each expert; default: --tensor-model-parallel-size"
-    )
-    hierarchical_context_parallel_sizes: list[int] | None = option(
-        None, "two numbers for --cp-comm-type a2a+p2p, as in training"
-    )
-    device: DeviceName = option("auto", "device to run on; auto: an accelerator if there is one")
-    distributed_timeout_minutes: Count = option(10, "minutes after which an unfinished collective is an error")
-    local_rank: int | None = option(
-        None, "rank of the process on its node; set by launchers", flags=("--local-rank", "--local_rank")
-    )
 
     def problems(self) -> Iterator[str]:
-        if not self.load:
-            yield "--load is needed: a folder that pretraining wrote with --save, or a Hugging Face folder"
         if not self.data and not self.lm_eval_tasks:
             yield "nothing to evaluate on: give --data FILE, or --lm-eval-tasks TASK"
         if self.strict_lambada and self.task != "LAMBADA":
@@ -112,6 +79,7 @@ def make_parser() -> FlagParser:
     """Return the parser of all flags of this tool."""
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, EvaluateConfig)
+    add_flags(parser, TrainedModelConfig)
     add_flags(parser, TokenizerConfig)
     return parser
 
@@ -119,26 +87,18 @@ def make_parser() -> FlagParser:
 if __name__ == "__main__":
     answer_help(make_parser)
 
-from megatron.convert import open_any
 from megatron.core import parallel_state
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
-from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
-from megatron.core.inference import notes_on_checkpoint, read_saved_settings, replicas_of_experts
+from megatron.core.base.tolerate_broken_output import until_reader_ends
 from megatron.core.parallel import collectives
-from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.rank_grid import Axis
 from megatron.evaluation.read_tasks import ReadOptions, read_tasks
 from megatron.evaluation.results import TaskResult, as_json, table, write_json
 from megatron.evaluation.tasks import Task
 from megatron.evaluation.text_requests import TextEncoder
-from megatron.training.global_vars import set_runtime
-from megatron.training.training import Script
-from tools.evaluating.model import EvaluatedModel, load_evaluated_model, refuse_other_models
-from tools.generating.checkpoint_tokenizer import tokenizer_of_checkpoint
-from tools.script import script_at
-
-LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+from tools.evaluating.model import EvaluatedModel, refuse_other_models, with_dtype
+from tools.trained_model.load import ModelSettings, TrainedModel, read_model_settings
+from tools.trained_model.run_on_ranks import run_on_ranks
 
 
 @dataclass(frozen=True)
@@ -146,46 +106,38 @@ class Settings:
     """The command line."""
 
     evaluation: EvaluateConfig
-    tokenizer_flags: dict[str, Any]  # override the checkpoint's tokenizer settings
-    device: Device
-    script: Script | None = None  # of --model
+    model: ModelSettings
 
 
 def read_settings(arguments: list[str] | None) -> Settings:
     """Read the command line and check what this rank can check alone. Raises ConfigError with the problems."""
     values = read_flags(make_parser(), arguments)
     evaluation = build(EvaluateConfig, values)
-    script = None if evaluation.model is None else script_at(evaluation.model)
+    model = read_model_settings(values)
 
     # a whole number of replicas
     world_size = parallel_state.launched_world_size()
-    sharers = replicas_of_experts(
-        evaluation.tensor_model_parallel_size,
-        evaluation.context_parallel_size,
-        evaluation.expert_model_parallel_size,
-        evaluation.expert_tensor_parallel_size,
-    )
-    replica_size = prod(getattr(evaluation, name) for name in LAYOUT_SIZES) * sharers
+    config = model.config
+    replica_size = config.replica_size * config.expert_replicas
     if world_size % replica_size:
         experts = ""
-        if sharers > 1:
-            experts = f" x {sharers} replicas, which --expert-model-parallel-size {evaluation.expert_model_parallel_size} needs,"
+        if config.expert_replicas > 1:
+            experts = (
+                f" x {config.expert_replicas} replicas, which --expert-model-parallel-size "
+                f"{config.expert_model_parallel_size} needs,"
+            )
         raise ConfigError(
-            f"{world_size} process(es), and a replica of --tensor-model-parallel-size {evaluation.tensor_model_parallel_size} x "
-            f"--pipeline-model-parallel-size {evaluation.pipeline_model_parallel_size} x --context-parallel-size "
-            f"{evaluation.context_parallel_size}{experts} takes {replica_size}; start a multiple of that"
+            f"{world_size} process(es), and a replica of --tensor-model-parallel-size {config.tensor_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} x --context-parallel-size "
+            f"{config.context_parallel_size}{experts} takes {replica_size}; start a multiple of that"
         )
     if evaluation.output is not None and not (folder := Path(evaluation.output).resolve().parent).is_dir():
         raise ConfigError(
             f"--output {evaluation.output}: there is no folder {folder}; create it, or choose another file"
         )
-
-    tokenizer_names = {one.name for one in fields(TokenizerConfig)}
-    tokenizer_flags = {name: value for name, value in values.items() if name in tokenizer_names}
-    local_rank = evaluation.local_rank
-    if local_rank is None:
-        local_rank = parallel_state.launched_local_rank()
-    return Settings(evaluation, tokenizer_flags, Device.select(evaluation.device, local_rank), script)
+    if evaluation.output is not None and Path(evaluation.output).is_dir():
+        raise ConfigError(f"--output {evaluation.output} is a folder; give the name of a file")
+    return Settings(evaluation, model)
 
 
 def log(text: str) -> None:
@@ -197,7 +149,7 @@ def log(text: str) -> None:
 def run(settings: Settings, world: Axis) -> None:
     """Load the model, score, print the results. Every rank of `world` must call; an error on one rank stops all."""
     evaluation = settings.evaluation
-    device = settings.device.torch_device
+    device = settings.model.device.torch_device
 
     # read the data first: loading the model may take minutes
     adapter: Any = None
@@ -218,40 +170,42 @@ def run(settings: Settings, world: Axis) -> None:
             tasks = read_tasks(evaluation.data, read_options)
 
     # the checkpoint, its tokenizer, and the requests
-    checkpoint = open_any(evaluation.load, evaluation.iteration, world, device)
-    if checkpoint.warning:
-        log(f"WARNING: {checkpoint.warning}")
-    source = str(checkpoint.folder)
+    trained = TrainedModel.open(settings.model, world, log)
     requests = []
     text = None
     with collectives.raise_together(world, device):
-        saved = read_saved_settings(checkpoint.state, source, has_script=settings.script is not None)
-        refuse_other_models(checkpoint.state, source)
-        max_length = longest_text(evaluation.max_length, saved)
+        refuse_other_models(trained.state, trained.source)
+        max_length = longest_text(evaluation.max_length, trained.saved)
         # lm-evaluation-harness encodes on every rank, our tasks on the first alone
         encoder = None
         if world.is_first or evaluation.lm_eval_tasks:
-            encoder = TextEncoder(tokenizer_of_checkpoint(settings.tokenizer_flags, saved, checkpoint.state, source))
+            encoder = TextEncoder(trained.tokenizer())
         if world.is_first:
             requests = [task.requests(encoder, max_length) for task in tasks]
             text = json.dumps(requests)
     requests = json.loads(collectives.broadcast_text(text, world, device))
 
     # the model
-    model = load_evaluated_model(evaluation, checkpoint, saved, settings.device, max_length, settings.script)
-    for note in notes_on_checkpoint(checkpoint.state, has_script=settings.script is not None):
+    transformer = with_dtype(trained.saved.transformer, evaluation.dtype)
+    restarts_positions = settings.model.config.context_parallel_size == 1
+    stage, mesh = trained.load(transformer, [], restarts_positions=restarts_positions)
+    model = EvaluatedModel(stage, mesh, max_length, evaluation.batch_tokens)
+    for note in trained.notes:
         log(note)
-    log(f"iteration {checkpoint.iteration} of {evaluation.load} on {settings.device.name}, {max_length} tokens at once")
+    root = settings.model.config.load
+    iteration = trained.checkpoint.iteration
+    log(f"iteration {iteration} of {root} on {settings.model.device.name}, {max_length} tokens at once")
 
     # the scores, of all tasks together, so that batches are full
     config = {
         "model": "megatron",
-        "model_args": {"load": evaluation.load, "iteration": checkpoint.iteration, "dtype": str(model.dtype)},
+        "model_args": {"load": root, "iteration": iteration, "dtype": str(model.dtype)},
         "batch_size": f"{evaluation.batch_tokens} tokens",
         "max_length": max_length,
-        "device": settings.device.name,
+        "device": settings.model.device.name,
         "limit": evaluation.limit,
-        "layout": {name: getattr(evaluation, name) for name in LAYOUT_SIZES} | {"replicas": model.mesh.samples.size},
+        "layout": {name: getattr(settings.model.config, name) for name in LAYOUT_SIZES}
+        | {"replicas": mesh.samples.size},
     }
     results = evaluate_tasks(tasks, requests, model, is_first=world.is_first)
     content = as_json(results, config)
@@ -310,48 +264,8 @@ def evaluate_tasks(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return the exit status.
-
-    0: success. 2: an error in the flags. 1: another error that the user can correct; the first rank prints it as one
-    line.
-    """
-    settings = None
-    flag_error = None
-    try:
-        settings = read_settings(arguments)
-    except ConfigError as error:
-        flag_error = error  # raised below, when the ranks can tell each other
-    try:
-        timeout = settings.evaluation.distributed_timeout_minutes if settings else 10
-        if parallel_state.launched_world_size() > 1:
-            device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
-            parallel_state.start_distributed(device.backend, timeout)
-        with collectives.raise_together(parallel_state.agreement_axis()):
-            if flag_error is not None:
-                raise flag_error
-        run(settings, parallel_state.world_axis())
-    except BrokenPipeError:
-        if not answers_failed():
-            raise
-        return READER_ENDED
-    except KeyboardInterrupt:
-        print()
-        return 130
-    except (ValueError, OSError, ImportError, collectives.PeerError) as error:
-        if isinstance(error, ValueError) and not is_user_error(error):
-            raise
-        text = str(error)
-        if isinstance(error, OSError) and answers_failed():
-            text = f"standard output cannot be written: {error.strerror}"
-        message = f"evaluate: {'; '.join(line.strip() for line in text.splitlines())}"
-        write_error_file(message)
-        if parallel_state.launched_rank() == 0:
-            print(message, file=sys.stderr)
-        return 1 if settings else 2
-    finally:
-        set_runtime(None)
-        parallel_state.stop_distributed()
-    return 0
+    """Run the tool and return the exit status, as `run_on_ranks` says."""
+    return run_on_ranks("evaluate", read_settings, run, arguments)
 
 
 if __name__ == "__main__":

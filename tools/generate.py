@@ -16,10 +16,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,9 +34,9 @@ from megatron.core.base.dataclass_flags import (
     read_flags,
 )
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.parallel.device_config import DeviceName
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from tools.errors import answer_help, naming_flag
+from tools.trained_model.flags import TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,6 @@ class GenerateConfig(FlagConfig):
     """Generation."""
 
     prompt: list[str] = field(default_factory=list)
-    load: str | None = option(None, "checkpoint folder", metavar="DIR", required=True)
-    model: str | None = option(
-        None,
-        "script that trained the model, whose model_provider builds it; needed if the model is its own, or if it adds a "
-        "tokenizer, an attention kernel or a cache; it runs up to its call of pretrain()",
-        metavar="FILE",
-    )
-    iteration: WholeNumber | None = option(
-        None, "iteration to load; default: the latest", flags=("--iteration", "--ckpt-step")
-    )
     prompt_file: str | None = option(None, "file with one prompt; -: standard input", metavar="FILE")
     sample_input_file: str | None = option(None, "file with a prompt per line; -: standard input", metavar="FILE")
     max_new_tokens: Count = option(
@@ -73,31 +62,8 @@ class GenerateConfig(FlagConfig):
         "T5: id of the token that begins the decoder's text; default: that of the tokenizer, or of a Hugging "
         "Face folder",
     )
-    tensor_model_parallel_size: Count = option(1, "tensor-parallel ranks")
-    pipeline_model_parallel_size: Count = option(1, "pipeline-parallel ranks")
-    context_parallel_size: Count = option(1, "context-parallel ranks, which shard each prompt")
-    cp_comm_type: list[str] = option(
-        ["p2p"], "communication of context-parallel attention, as in training", metavar="TYPE"
-    )
-    expert_model_parallel_size: Count = option(
-        1,
-        "expert-parallel ranks; if they are more than the others of a stage, several replicas generate the same texts",
-    )
-    expert_tensor_parallel_size: Count | None = option(
-        None, "ranks that shard each expert; default: --tensor-model-parallel-size"
-    )
-    hierarchical_context_parallel_sizes: list[int] | None = option(
-        None, "two numbers for --cp-comm-type a2a+p2p, as in training"
-    )
-    device: DeviceName = option("auto", "device to run on; auto: an accelerator if there is one")
-    distributed_timeout_minutes: Count = option(10, "minutes after which an unfinished collective is an error")
-    local_rank: int | None = option(
-        None, "rank of the process on its node; set by launchers", flags=("--local-rank", "--local_rank")
-    )
 
     def problems(self) -> Iterator[str]:
-        if not self.load:
-            yield "--load is needed: a folder that pretraining wrote with --save"
         if not self.prompt and not self.prompt_file and not self.sample_input_file:
             yield "no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt-file - for standard input"
         if self.prompt_file == self.sample_input_file == "-":
@@ -108,6 +74,7 @@ def make_parser() -> FlagParser:
     """Return the parser of all flags of this tool."""
     parser = FlagParser(description=__doc__.splitlines()[0])
     add_flags(parser, GenerateConfig)
+    add_flags(parser, TrainedModelConfig)
     prompt_help = "text to continue; may be given again; an empty one begins a new document"
     parser.add_argument("--prompt", action="append", default=argparse.SUPPRESS, metavar="TEXT", help=prompt_help)
     add_flags(parser, SamplingConfig)
@@ -121,43 +88,23 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from megatron.convert import open_any
 from megatron.core import parallel_state
-from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed, until_reader_ends
-from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
-from megatron.core.dist_checkpointing import Checkpoint
-from megatron.core.inference import (
-    chooser,
-    layout_problems,
-    load_gpt,
-    load_t5,
-    notes_on_checkpoint,
-    read_saved_settings,
-    replicas_of_experts,
-)
+from megatron.core.base.tolerate_broken_output import until_reader_ends
+from megatron.core.inference import chooser
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.generate_t5 import answer_batch
 from megatron.core.parallel import collectives
-from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.initial_values import seed_of
 from megatron.core.tokenizers import Tokenizer
-from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
-from megatron.training.global_vars import set_runtime
 from megatron.training.initialize import affinity_cores
 from megatron.training.monitor.cpu_contention import CpuContention
-from megatron.training.training import Script
-from tools.generating.checkpoint_tokenizer import tokenizer_of_checkpoint
-from tools.generating.script_model import load_script_model
-from tools.generating.t5 import is_t5, prompt_rules_of, t5_problems
+from tools.generating.t5 import prompt_rules_of, t5_problems
 from tools.generating.writer import Writer
-from tools.script import script_at
+from tools.trained_model.load import ModelSettings, TrainedModel, read_model_settings
+from tools.trained_model.run_on_ranks import run_on_ranks
 from tools.waiting import waiting_for_text
-
-LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-LAYOUT_FIELDS = (*LAYOUT_SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
 
 
 @dataclass(frozen=True)
@@ -166,9 +113,7 @@ class Settings:
 
     generation: GenerateConfig
     sampling: SamplingConfig
-    tokenizer_flags: dict[str, Any]  # override the checkpoint's tokenizer settings
-    device: Device
-    script: Script | None = None  # of --model
+    model: ModelSettings
 
 
 def read_settings(arguments: list[str] | None) -> Settings:
@@ -176,95 +121,27 @@ def read_settings(arguments: list[str] | None) -> Settings:
     values = read_flags(make_parser(), arguments)
     generation = build(GenerateConfig, values)
     sampling = build(SamplingConfig, values)
-    script = None if generation.model is None else script_at(generation.model)
+    model = read_model_settings(values)
     if sampling.greedy and generation.num_samples > 1:
         raise ConfigError(f"--greedy gives {generation.num_samples} equal texts; leave out --num-samples")
 
     # one process for each rank of the layout
     world_size = parallel_state.launched_world_size()
-    replicas = replicas_of_experts(
-        generation.tensor_model_parallel_size,
-        generation.context_parallel_size,
-        generation.expert_model_parallel_size,
-        generation.expert_tensor_parallel_size,
-    )
-    needed_world_size = prod(getattr(generation, name) for name in LAYOUT_SIZES) * replicas
+    config = model.config
+    replicas = config.expert_replicas
+    needed_world_size = config.replica_size * replicas
     if world_size != needed_world_size:
-        tp_size = generation.tensor_model_parallel_size
-        pp_size = generation.pipeline_model_parallel_size
-        cp_size = generation.context_parallel_size
+        cp_size = config.context_parallel_size
         context = f" x --context-parallel-size {cp_size}" if cp_size > 1 else ""
         if replicas > 1:
-            context += f" x {replicas} replicas, which --expert-model-parallel-size {generation.expert_model_parallel_size} needs"
+            context += (
+                f" x {replicas} replicas, which --expert-model-parallel-size {config.expert_model_parallel_size} needs"
+            )
         raise ConfigError(
-            f"{world_size} process(es) for --tensor-model-parallel-size {tp_size} x "
-            f"--pipeline-model-parallel-size {pp_size}{context}; start {needed_world_size}"
+            f"{world_size} process(es) for --tensor-model-parallel-size {config.tensor_model_parallel_size} x "
+            f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}{context}; start {needed_world_size}"
         )
-
-    tokenizer_names = {field.name for field in fields(TokenizerConfig)}
-    tokenizer_flags = {name: value for name, value in values.items() if name in tokenizer_names}
-    local_rank = generation.local_rank
-    if local_rank is None:
-        local_rank = parallel_state.launched_local_rank()
-    device = Device.select(generation.device, local_rank)
-    return Settings(generation, sampling, tokenizer_flags, device, script)
-
-
-# ---------------------------------------------------------------- the model
-
-
-def load_model(
-    settings: GenerateConfig, checkpoint: Checkpoint, device: Device, script: Script | None
-) -> tuple[nn.Module, Mesh]:
-    """Load this rank's stage of the checkpoint's model; return it and the mesh of its ranks. Every rank must call.
-
-    script: its model_provider builds the model; None: it is one of ours.
-    """
-    saved = read_saved_settings(checkpoint.state, str(checkpoint.folder), has_script=script is not None)
-    tp_size = settings.tensor_model_parallel_size
-    pp_size = settings.pipeline_model_parallel_size
-
-    # check the layout against the saved model
-    parallel_values = {f.name: getattr(settings, f.name) for f in fields(ParallelConfig) if f.name in LAYOUT_FIELDS}
-    parallel = build(ParallelConfig, parallel_values)
-    problems = [
-        *layout_problems(
-            saved.transformer,
-            tp_size,
-            pp_size,
-            settings.expert_model_parallel_size,
-            settings.expert_tensor_parallel_size,
-        ),
-        *t5_problems(checkpoint.state, saved, settings.max_new_tokens, settings.context_parallel_size),
-        *context_parallel_problems(parallel, saved.transformer, {}),
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-    # create the process groups, then the stage
-    mesh = parallel_state.initialize_model_parallel(
-        tp_size,
-        pp_size,
-        context_parallel_size=settings.context_parallel_size,
-        expert_model_parallel_size=settings.expert_model_parallel_size,
-        expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
-        hierarchical_context_parallel_sizes=settings.hierarchical_context_parallel_sizes,
-        ranks_per_kv_head=saved.transformer.ranks_per_kv_head(tp_size),
-        distributed_timeout_minutes=settings.distributed_timeout_minutes,
-    )
-    if script is not None:
-        return load_script_model(script, checkpoint, saved, parallel, mesh, device), mesh
-    load = load_t5 if is_t5(checkpoint.state) else load_gpt
-    model = load(
-        checkpoint,
-        saved.transformer,
-        vocab_size=saved.vocab_size,
-        positions=saved.positions,
-        device=device.torch_device,
-        mesh=mesh,
-        cp_types=tuple(settings.cp_comm_type),
-    )
-    return model, mesh
+    return Settings(generation, sampling, model)
 
 
 # ---------------------------------------------------------------- the prompts
@@ -281,15 +158,11 @@ class Prompts:
     start_id: int | None = None  # T5: the first id of the decoder's text
 
     @classmethod
-    def read(cls, settings: Settings, state: dict[str, Any], source: str) -> tuple["Prompts", Tokenizer]:
+    def read(cls, settings: Settings, trained: TrainedModel) -> tuple["Prompts", Tokenizer]:
         """Read the prompts and build their tokenizer. Raises ValueError, OSError or ImportError."""
-        # build the checkpoint's tokenizer, and refuse another one
-        saved = read_saved_settings(state, source, has_script=settings.script is not None)
-        tokenizer = tokenizer_of_checkpoint(settings.tokenizer_flags, saved, state, source)
-
-        # tokenize the prompts
+        tokenizer = trained.tokenizer()
         texts = read_texts(settings.generation)
-        rules = prompt_rules_of(state, saved, tokenizer, settings.generation.decoder_start_token_id)
+        rules = prompt_rules_of(trained.state, trained.saved, tokenizer, settings.generation.decoder_start_token_id)
         ids = [rules.encode(text, tokenizer, prompt_ids) for text in texts]
         for text, ids_of_text in zip(texts, ids):
             rules.check_length(text, ids_of_text)
@@ -380,31 +253,34 @@ def write_texts(settings: Settings, prompts: Prompts, model: nn.Module, mesh: Me
 def run(settings: Settings, world: Axis) -> None:
     """Load the model, generate, print the speed. Every rank of `world` must call; an error on one rank stops all."""
     generation = settings.generation
-    device = settings.device
+    device = settings.model.device
 
     def log(text: str) -> None:
         if world.is_first:
             print(text, file=sys.stderr, flush=True)
 
-    checkpoint = open_any(generation.load, generation.iteration, world, device.torch_device)
-    if checkpoint.warning:
-        log(f"WARNING: {checkpoint.warning}")
+    trained = TrainedModel.open(settings.model, world, log)
 
     # The first rank reads the prompts. If it fails, all ranks leave the block with an error.
     prompts = Prompts([], [], 0, 0)
     tokenizer = genfile = None
     with collectives.raise_together(world, device.torch_device):
         if world.is_first:
-            prompts, tokenizer = Prompts.read(settings, checkpoint.state, str(checkpoint.folder))
+            prompts, tokenizer = Prompts.read(settings, trained)
             if path := generation.genfile:
                 with naming_flag("--genfile", path, "choose a file that can be written, in a folder that exists"):
                     genfile = open(path, "w", encoding="utf-8")  # noqa: SIM115  written until the process ends
     prompts = prompts.broadcast(world, device.torch_device)
 
-    model, mesh = load_model(generation, checkpoint, device, settings.script)
-    for note in notes_on_checkpoint(checkpoint.state, has_script=settings.script is not None):
+    model, mesh = trained.load(
+        trained.saved.transformer,
+        t5_problems(
+            trained.state, trained.saved, generation.max_new_tokens, settings.model.config.context_parallel_size
+        ),
+    )
+    for note in trained.notes:
         log(note)
-    log(f"iteration {checkpoint.iteration} of {generation.load} on {device.name}")
+    log(f"iteration {trained.checkpoint.iteration} of {settings.model.config.load} on {device.name}")
 
     writer = Writer(tokenizer, genfile, numbered=len(prompts.ids) * generation.num_samples > 1)
     start = time.perf_counter()
@@ -419,48 +295,8 @@ def run(settings: Settings, world: Axis) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tool and return the exit status.
-
-    0: success. 2: an error in the flags. 1: another error that the user can correct; the first rank prints it as one
-    line.
-    """
-    settings = None
-    flag_error = None
-    try:
-        settings = read_settings(arguments)
-    except ConfigError as error:
-        flag_error = error  # raised below, when the ranks can tell each other
-    try:
-        timeout = settings.generation.distributed_timeout_minutes if settings else 10
-        if parallel_state.launched_world_size() > 1:
-            device = settings.device if settings else Device.select(local_rank=parallel_state.launched_local_rank())
-            parallel_state.start_distributed(device.backend, timeout)
-        with collectives.raise_together(parallel_state.agreement_axis()):
-            if flag_error is not None:
-                raise flag_error
-        run(settings, parallel_state.world_axis())
-    except BrokenPipeError:
-        if not answers_failed():
-            raise
-        return READER_ENDED
-    except KeyboardInterrupt:
-        print()
-        return 130
-    except (ValueError, OSError, ImportError, collectives.PeerError) as error:
-        if isinstance(error, ValueError) and not is_user_error(error):
-            raise
-        text = str(error)
-        if isinstance(error, OSError) and answers_failed():
-            text = f"standard output cannot be written: {error.strerror}"
-        message = f"generate: {'; '.join(line.strip() for line in text.splitlines())}"
-        write_error_file(message)
-        if parallel_state.launched_rank() == 0:
-            print(message, file=sys.stderr)
-        return 1 if settings else 2
-    finally:
-        set_runtime(None)
-        parallel_state.stop_distributed()
-    return 0
+    """Run the tool and return the exit status, as `run_on_ranks` says."""
+    return run_on_ranks("generate", read_settings, run, arguments)
 
 
 if __name__ == "__main__":

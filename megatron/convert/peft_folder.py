@@ -132,6 +132,9 @@ def read_adapter_config(folder: Path) -> LoRAConfig:
             raise ConfigError(
                 f"{path}: {key} is {config[key]!r:.60}, which is not built; merge the adapter with PEFT first"
             )
+    targets = config.get("target_modules") or []
+    if not isinstance(targets, str | list) or any(not isinstance(target, str) for target in targets):
+        raise ConfigError(f"{path}: target_modules is {targets!r:.60}; it must be a name or a list of names")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not isinstance(alpha, int | float):
         raise ConfigError(f"{path}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; they must be numbers")

@@ -3,7 +3,8 @@
     python tests/campaigns/pictures_doc.py
 
 Of PICTURES the SVG files depend on the code alone, and a test compares them. The PNG files are of two runs of small models; a test
-only checks that a page shows each. docs/optimizers.png is of benchmarks/optimizers.py.
+only checks that a page shows each. docs/optimizers.png is of benchmarks/optimizers.py, docs/tuning.png of
+the commands of docs/after_pretraining.md.
 """
 
 import os
@@ -27,6 +28,7 @@ PICTURES = {
     "expert_loads.png": ("experts.md",),
     "differ.png": ("checkpoint_format.md",),
     "optimizers.png": ("optimizers.md",),
+    "tuning.png": ("after_pretraining.md",),
 }
 DRAWN = {plot_schedule.PICTURE: plot_schedule.picture_of_page, page.PICTURE: lambda: ring.svg_of(page.RANKS_DRAWN)}
 TINY = ["--yaml-cfg", "examples/recipes/tiny.yaml", "--eval-interval", "20", "--eval-iters", "2", "--num-workers", "0"]

@@ -314,7 +314,8 @@ def _sft_file_problems(blend: Blend) -> Iterator[str]:
             problem = missing_file_problem(path) or missing_file_problem(masks)
         elif not os.path.isfile(path):
             of_tool = "a prefix of tools/preprocess_data.py --sft"
-            problem = f"there is no such file; --sft reads JSON lines, or {of_tool}, PREFIX{_SFT_TOKENS}"
+            what = "it is a folder" if os.path.isdir(path) else "there is no such file"
+            problem = f"{what}; --sft reads JSON lines, or {of_tool}, PREFIX{_SFT_TOKENS}"
         elif os.path.getsize(path) == 0:
             problem = "is empty; give a file with an example a line"
         if problem is not None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         layout_problems as layout_problems,
         load_gpt as load_gpt,
         load_t5 as load_t5,
-        replicas_of_experts as replicas_of_experts,
     )
     from megatron.core.inference.sampling import (
         chooser as chooser,
@@ -41,7 +40,7 @@ __getattr__, __dir__ = lazy_names(
     {
         ".sampling_config": "SamplingConfig",
         ".sampling": "chooser distribution greedy keep_top_k keep_top_p sample",
-        ".load_model": "layout_problems load_gpt load_t5 replicas_of_experts",
+        ".load_model": "layout_problems load_gpt load_t5",
         ".checkpoint_settings": "SavedSettings notes_on_checkpoint read_saved_settings",
     },
 )

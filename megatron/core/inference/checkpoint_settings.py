@@ -6,9 +6,11 @@ from typing import Any
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
+from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 
+_LORA = frozenset(f.name for f in fields(LoRAConfig))  # flags of adapters, which finetune_gpt.py adds
 _COMPONENTS = {"transformer": ModelConfig, "data": DataConfig, "tokenizer": TokenizerConfig}
 
 
@@ -20,6 +22,7 @@ class SavedSettings:
     transformer: ModelConfig
     data: DataConfig
     tokenizer: TokenizerConfig
+    lora: LoRAConfig | None = None  # None: no adapters
 
     @property
     def positions(self) -> int:
@@ -45,7 +48,9 @@ def read_saved_settings(state: dict[str, Any], source: str, *, has_script: bool 
         raise ConfigError(
             f"{source} has unknown model settings: {', '.join(unknown)}; use the version of the code that wrote it"
         )
-    own = _listed(saved.get("own_model", {}))
+    of_model = saved.get("own_model", {})
+    has_lora_flags = _has_lora_flags(saved)
+    own = _listed({name: value for name, value in of_model.items() if not (has_lora_flags and name in _LORA)})
     if own and not has_script:
         raise ConfigError(
             f"{source} is a script's own model, with the settings {own}; give the training script as --model, which builds it"
@@ -54,7 +59,10 @@ def read_saved_settings(state: dict[str, Any], source: str, *, has_script: bool 
         components = {name: build(kind, saved[name]) for name, kind in _COMPONENTS.items()}
         no_capacity = {"moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False}
         components["transformer"] = replace(components["transformer"], **no_capacity)
-        return SavedSettings(state["vocab_size"], **components)
+        lora = None
+        if has_lora_flags and of_model["lora_rank"] is not None:
+            lora = build(LoRAConfig, {name: value for name, value in of_model.items() if name in _LORA})
+        return SavedSettings(state["vocab_size"], **components, lora=lora)
     except ConfigError as error:
         advice = "if the script that trained adds it, give that script by --model"
         raise ConfigError([f"{source}: {problem}; {advice}" for problem in error.problems]) from None
@@ -70,10 +78,18 @@ def notes_on_checkpoint(state: dict[str, Any], *, has_script: bool = False) -> l
         notes.append("the checkpoint does not name its model; GPT is assumed")
     if note := note_of_lost_buffers(state):
         notes.append(note)
-    own = _listed(state["config"].get("own", {}))
+    settings = state["config"].get("own", {})
+    if _has_lora_flags(state["config"]):
+        settings = {name: value for name, value in settings.items() if name not in _LORA and value is not None}
+    own = _listed(settings)
     if own and not has_script:
         notes.append(f"the script's own settings are ignored: {own}")
     return notes
+
+
+def _has_lora_flags(config: dict[str, Any]) -> bool:
+    """Whether the script of the training had the flags of our adapters, as finetune_gpt.py has."""
+    return {*config.get("own_model", {}), *config.get("own", {})} >= _LORA
 
 
 def _listed(settings: dict[str, Any]) -> str:

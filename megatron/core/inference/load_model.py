@@ -9,6 +9,8 @@ from torch import nn
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
+from megatron.core.dist_checkpointing.frozen_weights_hash import elements_and_hash
+from megatron.core.dist_checkpointing.local_tensor import placed_tensor
 from megatron.core.dist_checkpointing.manifest_format import BUFFER
 from megatron.core.dist_checkpointing.sharded_module_buffers import (
     buffers_of_model,
@@ -25,6 +27,8 @@ from megatron.core.ops.attention.kernels import attention_function
 from megatron.core.ops.cpu_half_precision_matmul import MatmulModes, select_matmul_modes
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.parallel.rank_grid import AxisSizes
+from megatron.core.peft.lora import add_lora
+from megatron.core.peft.lora_config import PARTS, LoRAConfig
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, expert_parallel_problems, tensor_parallel_problems
@@ -55,6 +59,8 @@ def load_model(
     device: torch.device | str = "cpu",
     mesh: Mesh | None = None,
     decoder_seq_length: int | None = None,
+    lora: LoRAConfig | None = None,
+    base: Checkpoint | None = None,
     **context_options: Any,
 ) -> LanguageModelStage:
     """Return this rank's stage of a model with the checkpoint's weights.
@@ -62,7 +68,8 @@ def load_model(
     It is in evaluation mode, without sequence parallelism.
 
     Reads only the weights. kind: one of MODELS. positions: rows of a learned position embedding. mesh: every rank must
-    call; default: the whole model in this process, without torch.distributed. context_options: further arguments of
+    call; default: the whole model in this process, without torch.distributed. lora: of the checkpoint's
+    adapters. base: has the frozen weights of a checkpoint of adapters alone. context_options: further arguments of
     `LayerContext.from_mesh`. Raises ConfigError, CheckpointError, or PeerError if another rank fails.
     """
     saved_model = checkpoint.state.get("model", GPTModel.__name__)
@@ -73,7 +80,7 @@ def load_model(
             f'class used in training computes the same as {kind.__name__}, set model_name = "{kind.__name__}" in that class '
             "before training"
         )
-    refuse_unusable(checkpoint, config)
+    refuse_unusable(checkpoint, config, base)
 
     # build this rank's stage
     mesh = mesh or single_rank_mesh()
@@ -83,11 +90,20 @@ def load_model(
         sizes["decoder_seq_length"] = decoder_seq_length
     model = _build_stage(kind, config, mesh, device, matmul_modes, context_options, **sizes)
     whole = _build_stage(kind, config, single_rank_mesh(), "meta", matmul_modes, {}, **sizes)
-    check_parameter_names(checkpoint, [name for name, _ in whole.named_parameters()], kind.__name__)
-    return fill_stage(checkpoint, model, mesh, device)
+    if lora is not None:
+        for stage in (model, whole):
+            add_saved_lora(stage, lora, checkpoint)
+    check_parameter_names(checkpoint, parameters_of(whole), kind.__name__, base)
+    return fill_stage(checkpoint, model, mesh, device, base)
 
 
-def refuse_unusable(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def add_saved_lora(stage: nn.Module, lora: LoRAConfig, checkpoint: Checkpoint) -> None:
+    """Give a stage the adapters that a checkpoint has, and freeze the rest. Raises ConfigError for absent targets."""
+    factors = [name.rsplit(".", 2)[-2] for name in checkpoint.names if name.endswith(".lora_a")]
+    add_lora(stage, lora, whole=PARTS.keys() & set(factors))  # fused linears with one adapter for all rows
+
+
+def refuse_unusable(checkpoint: Checkpoint, config: ModelConfig, base: Checkpoint | None = None) -> None:
     """Raise ConfigError for a checkpoint of other attention than a kernel here computes, or without its base."""
     saved_function = checkpoint.state.get(FUNCTIONS, {}).get("attention_backend")
     function = attention_function(config.attention_backend)
@@ -97,10 +113,9 @@ def refuse_unusable(checkpoint: Checkpoint, config: ModelConfig) -> None:
             f"--attention-backend {config.attention_backend} computes {function!r} here; give as --model the training "
             "script, which registers the kernel used in training"
         )
-    if FROZEN in checkpoint.state:
+    if FROZEN in checkpoint.state and base is None:
         raise ConfigError(
-            f"{checkpoint.folder} holds what was trained alone, without its base (--no-save-frozen); save a checkpoint "
-            "with the base, by a run that loads both and has no --no-save-frozen"
+            f"{checkpoint.folder} holds what was trained alone, without its base; give the base as --pretrained-checkpoint"
         )
 
 
@@ -114,20 +129,60 @@ def matmul_modes_here(config: ModelConfig, mesh: Mesh, device: torch.device | st
     return matmul_modes
 
 
-def fill_stage(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: torch.device | str) -> nn.Module:
+def fill_stage(
+    checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: torch.device | str, base: Checkpoint | None = None
+) -> nn.Module:
     """Fill this rank's stage of a model with the checkpoint's parameters and buffers; return it in evaluation mode.
 
-    Every rank must call.
+    base: has the frozen parameters of a checkpoint that holds what was trained alone. Every rank must call. Raises
+    ConfigError if the checkpoint was trained on another base.
     """
     tensors = {}
+    frozen = {}
     for name, parameter in model.named_parameters():
         parameter.data.zero_()  # checkpoints hold no padding
         placement = parameter.placement
         boxes = pieces(placement, tuple(parameter.shape), mesh)
-        tensors[_PARAMETERS + name] = LocalTensor(parameter.data, placement.shape, boxes, is_writer=True)
+        of_base = base is not None and not parameter.requires_grad
+        (frozen if of_base else tensors)[_PARAMETERS + name] = LocalTensor(
+            parameter.data, placement.shape, boxes, is_writer=True
+        )
     checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
+    if base is not None:
+        _read_base(base, checkpoint, model, frozen, mesh, device)
     _read_buffers(checkpoint, model, mesh, device)
     return model.eval()
+
+
+def _read_base(
+    base: Checkpoint,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    frozen: dict[str, LocalTensor],
+    mesh: Mesh,
+    device: torch.device | str,
+) -> None:
+    """Fill the frozen parameters, and check their hash, which is of their bits in the precision of the training.
+
+    Weights in a narrower precision than that cannot be checked.
+    """
+    base.read_into(frozen, mesh["world"], convert=True, device=device)
+    trained_dtype = ModelConfig(**checkpoint.state["config"]["transformer"]).params_dtype
+    own_dtype = model.settings.params_dtype
+    if torch.promote_types(own_dtype, trained_dtype) != own_dtype:
+        return
+    of_name = {_PARAMETERS + name: parameter for name, parameter in model.named_parameters()}
+    placed = {
+        name: placed_tensor(of_name[name].data.to(trained_dtype), of_name[name].placement, mesh) for name in frozen
+    }
+    saved = dict(checkpoint.state[FROZEN])
+    now = elements_and_hash(placed, mesh["world"], device)
+    if now != saved:
+        raise ConfigError(
+            f"--pretrained-checkpoint {base.folder} is not the base of {checkpoint.folder}: its frozen weights are "
+            f"{now['elements']:,} with hash {now['hash']}, those of the base were {saved['elements']:,} with "
+            f"hash {saved['hash']}; give the folder that the run began from"
+        )
 
 
 def _read_buffers(checkpoint: Checkpoint, model: nn.Module, mesh: Mesh, device: torch.device | str) -> None:
@@ -164,13 +219,6 @@ def layout_problems(
             f"--pipeline-model-parallel-size is {pipeline}, but the model has {config.all_layers} layers; each stage needs one"
         )
     return problems
-
-
-def replicas_of_experts(tensor: int, context: int, expert: int, expert_tensor: int | None = None) -> int:
-    """Return how many replicas of the other layers the ranks of the experts are. expert_tensor: default: `tensor`."""
-    ranks = tensor * context  # of a stage
-    experts = expert * (expert_tensor or tensor)
-    return experts // ranks if experts > ranks and experts % ranks == 0 else 1
 
 
 def _build_stage(
@@ -212,11 +260,30 @@ def single_rank_mesh() -> Mesh:
     return build_mesh(AxisSizes(), 0, no_group)
 
 
-def check_parameter_names(checkpoint: Checkpoint, names: Iterable[str], kind: str) -> None:
+def parameters_of(model: nn.Module) -> list[tuple[str, bool]]:
+    """Return (name, whether it is trained) of the parameters of a model or stage."""
+    return [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+
+
+def check_parameter_names(
+    checkpoint: Checkpoint, parameters: Iterable[tuple[str, bool]], kind: str, base: Checkpoint | None = None
+) -> None:
     """Raise ConfigError unless a model and the checkpoint have the same parameters.
 
-    names: of the whole model. kind: the model's name, for the message.
+    parameters: (name, whether it is trained) of the whole model. kind: the model's name, for the message. base: has those
+    that are not trained.
     """
+    parameters = list(parameters)
+    if base is not None:
+        try:
+            _check_names(base, [name for name, is_trained in parameters if not is_trained], kind)
+        except ConfigError as error:
+            raise ConfigError(f"--pretrained-checkpoint is not the base of {checkpoint.folder}: {error}") from None
+        parameters = [(name, is_trained) for name, is_trained in parameters if is_trained]
+    _check_names(checkpoint, [name for name, _ in parameters], kind)
+
+
+def _check_names(checkpoint: Checkpoint, names: list[str], kind: str) -> None:
     of_model = {_PARAMETERS + name for name in names}
     of_checkpoint = {name for name in checkpoint.names if name.startswith(_PARAMETERS)}
     differing = sorted(of_checkpoint ^ of_model)

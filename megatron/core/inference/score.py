@@ -8,7 +8,8 @@ continuation sees another. Rows are packed one behind the other, so that nothing
     tokens       c c c | x x | y | d d | z            two contexts, c with the choices x x . and y ., d with z z .
     positions    0 1 2   3 4   3   0 1   2            the last token of a choice is predicted, never read
 
-Logits are computed for the tokens that predict alone, and stay sharded over the vocabulary. Where a model cannot be
+The last layer's projection and MLP, and logits, are computed for the tokens that predict alone; logits stay sharded over the
+vocabulary. Where a model cannot be
 packed (`packs`), each continuation is a row of its own, and rows of similar lengths share a batch, padded on the right.
 
 The plan of batches depends on the requests alone; batches are dealt to the replicas, each of which runs its own.
@@ -17,6 +18,7 @@ The plan of batches depends on the requests alone; batches are dealt to the repl
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 Request = tuple[Sequence[int], Sequence[int]]  # ids of the context, of which there is one at least, and of what follows
 
@@ -331,10 +335,16 @@ class _Scorer:
             mask = PrefixTrees(numbers, torch.tensor(plan.branches, device=self.device))
 
         columns = local_columns(tokens.shape[1], self.mesh.sequence, self.device)
-        hidden_or_logits = self._forward(tokens[:, columns], positions[:, columns], mask)
+        predicted, sources, targets = local_predictions(plan, columns, self.device)
+        last_layer = self.last_layer_of_rows if is_packed else None
+        if last_layer is None:
+            hidden_or_logits = self._forward(tokens[:, columns], positions[:, columns], mask)
+        else:
+            rows, sources = sources.unique(return_inverse=True)  # choices share the last token of their context
+            with last_layer.wanting(rows):
+                hidden_or_logits = self._forward(tokens[:, columns], positions[:, columns], mask)
         if hidden_or_logits is None:
             return None
-        predicted, sources, targets = local_predictions(plan, columns, self.device)
         logprobs, is_best = self._predictions(hidden_or_logits.flatten(0, 1), sources, targets)
         return predicted.cpu(), logprobs.double().cpu(), is_best.double().cpu()
 
@@ -359,6 +369,15 @@ class _Scorer:
             transport.send("forward", stages.ranks[self.stage + 1], (out,)).wait()
             return None
         return out.transpose(0, 1) if self.has_own_forward else out
+
+    @cached_property
+    def last_layer_of_rows(self) -> TransformerLayer | None:
+        """The model's last layer, if it is here and can be asked for some rows alone."""
+        if self.stage < self.mesh.stages.last or self.has_own_forward:
+            return None
+        decoder = self.model.language_model.decoder
+        layer = decoder.layers[-1] if type(decoder) is TransformerBlock and len(decoder.layers) else None
+        return layer if isinstance(layer, TransformerLayer) and layer.can_want_rows else None
 
     @property
     def has_own_forward(self) -> bool:

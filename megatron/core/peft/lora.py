@@ -97,29 +97,23 @@ class LoRA(nn.Module):
         products = [self.tp.linear(x, self.pair(part)[0]) for part in self.adapters]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
-    def up(self, h: Tensor) -> Tensor:
-        """Return scale B h, in the rows' order of the linear: [s, b, sum of ranks] -> [s, b, out/t]."""
-        parts = dict(zip(self.adapters, h.split([adapter.rank for adapter in self.adapters.values()], dim=-1)))
-        deltas = {
-            part: self.adapters[part].scale * self.tp.linear(x.contiguous(), self.pair(part)[1])
-            for part, x in parts.items()
-        }
-        if WHOLE in deltas:
-            return deltas[WHOLE]
-        # each group of rows: those of its parts, one behind another
-        groups, sizes = self.rows.groups, self.rows.sizes
-        pieces = []
-        for part, size in sizes.items():
-            if part in deltas:
-                pieces.append(deltas[part].unflatten(-1, (groups, size)))  # [s, b, groups, size]
-            else:
-                pieces.append(h.new_zeros(()).expand(*h.shape[:-1], groups, size))
-        return torch.cat(pieces, dim=-1).flatten(-2)  # [s, b, out/t]
+    def up(self, h: Tensor) -> dict[str, Tensor]:
+        """Return scale B h of each part, [s, b, sum of ranks] -> part -> [s, b, rows of the part on this rank]."""
+        deltas = {}
+        first = 0
+        for part, adapter in self.adapters.items():
+            own = h[..., first : first + adapter.rank]
+            first += adapter.rank
+            # the scale on the few columns of h, not on the many of the product
+            deltas[part] = self.tp.linear(adapter.scale * own, self.pair(part)[1])
+        return deltas
 
-    def with_delta(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the linear's result for x, with the delta added to its first part."""
+    def with_deltas(self, x: Tensor, deltas: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the linear's result for x, with the deltas added to the rows of their parts."""
         y, bias = self.linear(x)
-        return y + delta, bias
+        if WHOLE in deltas:
+            return y + deltas[WHOLE], bias
+        return AddToParts.apply(y, self.rows, tuple(deltas), *deltas.values()), bias
 
     def count_flops(self, x: LayerInput) -> Flops:
         """A frozen weight has no gradient, and the first layer's frozen input needs none."""
@@ -128,6 +122,30 @@ class LoRA(nn.Module):
             a, b = self.pair(part)
             flops = flops + weight_flops(x, a) + weight_flops(x.after(a), b)
         return flops
+
+
+class AddToParts(torch.autograd.Function):
+    """y with a term added to the rows of some parts of a fused linear, in one pass over y."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, rows: "FusedRows", names: tuple[str, ...], *terms: Tensor) -> Tensor:
+        """y: [s, b, out/t]; terms: of the parts `names`, [s, b, rows of the part on this rank] -> [s, b, out/t]"""
+        ctx.rows = rows
+        ctx.names = names
+        of_part = dict(zip(names, terms))
+        total = torch.empty_like(y)
+        for part, source, target in zip(rows.sizes, rows.split(y), rows.split(total)):
+            if part in of_part:
+                torch.add(source, of_part[part].unflatten(-1, (rows.groups, rows.sizes[part])), out=target)
+            else:
+                target.copy_(source)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [s, b, out/t] -> (of y: the same; of each term: its rows). Nothing is saved."""
+        of_part = dict(zip(ctx.rows.sizes, ctx.rows.split(grad)))
+        return grad, None, None, *(of_part[name].flatten(-2) for name in ctx.names)
 
 
 class ColumnLoRA(LoRA):
@@ -139,7 +157,7 @@ class ColumnLoRA(LoRA):
             h = autograd_collectives.gather_sequence(h, self.tp.axis)  # [s, b, ranks]
         else:
             h = autograd_collectives.copy(h, self.tp.axis)  # each rank's gradient is that of its rows of B
-        return self.with_delta(x, self.up(h))
+        return self.with_deltas(x, self.up(h))
 
 
 class RowLoRA(LoRA):
@@ -151,7 +169,7 @@ class RowLoRA(LoRA):
             h = autograd_collectives.reduce_scatter_sequence(h, self.tp.axis)  # [s/t, b, rank]
         else:
             h = autograd_collectives.reduce(h, self.tp.axis)
-        return self.with_delta(x, self.up(h))
+        return self.with_deltas(x, self.up(h))
 
 
 class GivenValues(InitializesFromWeights):
@@ -182,6 +200,10 @@ class FusedRows:
 
     sizes: dict[str, int]  # part -> rows in a group, on this rank
     groups: int  # on this rank
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the rows of each part: y [s, b, out/t] -> [s, b, groups, size] each."""
+        return y.unflatten(-1, (self.groups, sum(self.sizes.values()))).split(list(self.sizes.values()), dim=-1)
 
 
 def fused_rows(linear: ParallelLinear) -> FusedRows:

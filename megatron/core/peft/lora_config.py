@@ -69,6 +69,15 @@ class LoRAConfig(FlagConfig):
             )
         if not self.lora_target_modules:
             yield f"--lora-target-modules names nothing; give {ALL_LINEAR}, or names of linears"
+        if not self.is_on:
+            of_adapters = {
+                "--lora-alpha": self.lora_alpha != 32.0,
+                "--lora-dropout": self.lora_dropout > 0,
+                "--lora-target-modules": self.lora_target_modules != [ALL_LINEAR],
+                "--use-rslora": self.use_rslora,
+            }
+            for flag in (flag for flag, is_given in of_adapters.items() if is_given):
+                yield f"{flag} needs --lora-rank: without it all weights are trained; give a rank, or leave {flag} out"
         names = set(map(canonical_name, self.lora_target_modules))
         for fused, parts in PARTS.items():
             if fused in names and names & set(parts):

@@ -70,6 +70,7 @@ class ParallelAttention(nn.Module):
     """
 
     gives_hidden_states = True  # for --inspect: forward returns [s, b, h], or [s/t, b, h] under sequence parallelism
+    wanted_rows: Tensor | None = None  # see `TransformerLayer.wanted_rows`
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext, *, make_core: MakePart = CoreAttention):
         super().__init__()
@@ -126,7 +127,10 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor:
-        return self.linear_proj(self.core_attn_out(x, mask, angles, cache))[0]  # [s, b, h]
+        core_attn_out = self.core_attn_out(x, mask, angles, cache)  # [s, b, n/t d]
+        if self.wanted_rows is not None:
+            core_attn_out = core_attn_out[self.wanted_rows]
+        return self.linear_proj(core_attn_out)[0]  # [s, b, h], or of the wanted rows
 
     def core_attn_out(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None

@@ -7,7 +7,8 @@
 where `--norm-placement` has them.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -121,6 +122,9 @@ class TransformerLayer(MegatronModule):
     """
 
     gives_hidden_states = True  # for --inspect: the first result is [s, b, h] ([s/t, b, h])
+    # Evaluation asks the last layer for these rows alone, indices in s; the forward's result is then [rows, b, h]. All rows
+    # are keys and values; projection and MLP are computed for the wanted ones.
+    wanted_rows: Tensor | None = None
 
     @accepts_defaults_only("hidden_dropout", pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME)
     def __init__(
@@ -268,6 +272,8 @@ class TransformerLayer(MegatronModule):
 
         # x + dropout(attention(norm(x)))
         x, out = self._norm_then(self.input_layernorm, x, attention)
+        if self.wanted_rows is not None:
+            x = x[self.wanted_rows]
         x = self._add_residual(x, out, self.self_attn_bda, self.attention_dropout, self.post_self_attn_layernorm)
 
         # x + dropout(cross attention(norm(x)))
@@ -279,6 +285,23 @@ class TransformerLayer(MegatronModule):
         x, out = self._norm_then(self.pre_mlp_layernorm, x, self._run_mlp)
         x = self._add_residual(x, out, self.mlp_bda, self.mlp_dropout, self.post_mlp_layernorm)
         return x, context
+
+    @contextlib.contextmanager
+    def wanting(self, rows: Tensor) -> Iterator[None]:
+        """Inside the block the forward returns these rows alone. Only for layers whose `can_want_rows` is True."""
+        self.wanted_rows = self.self_attention.wanted_rows = rows
+        try:
+            yield
+        finally:
+            self.wanted_rows = self.self_attention.wanted_rows = None
+
+    @property
+    def can_want_rows(self) -> bool:
+        """Whether `wanting` works: attention, then a dense MLP, both ours and on all tokens."""
+        is_ours = type(self).forward in (TransformerLayer.forward, ParallelTransformerLayer.forward)
+        has_our_parts = type(self.self_attention) is ParallelAttention and type(self.mlp) is ParallelMLP
+        is_serial = not self.norm_placement.startswith("parallel") and self.cross_attention is None
+        return is_ours and has_our_parts and is_serial and self.compiled_layer is None
 
     def count_flops(self, x: LayerInput) -> Flops:
         memory = x.memory

@@ -15,10 +15,12 @@ from whole_run import run
 import finetune_gpt
 import pretrain_gpt
 from megatron.core.parallel.mesh import Mesh
-from tools import generate, lora, preprocess_data, train_tokenizer
+from tools import evaluate, generate, lora, plot_run, preprocess_data, stdlib_corpus, train_tokenizer
 
 TINY = " --seq-length 96 --log-interval 1 --device cpu"
 TOOLS = {"generate": generate, "lora": lora, "preprocess_data": preprocess_data, "train_tokenizer": train_tokenizer}
+TOOLS |= {"evaluate": evaluate, "plot_run": plot_run, "stdlib_corpus": stdlib_corpus}
+LIBRARY = "runs/library"  # of the second example
 
 
 def train(words: list[str]) -> None:
@@ -46,7 +48,9 @@ def obey(command: str) -> None:
     elif program == "pretrain_gpt.py":
         run([*words, *TINY.split(), "--train-iters", "2", "--lr-warmup-iters", "1"], script=pretrain_gpt, tiny=[])
     else:
-        more = ["--max-new-tokens", "4", "--device", "cpu"] if "generate" in program else []
+        more = {"generate": "--max-new-tokens 4 --device cpu", "evaluate": "--device cpu"}.get(
+            Path(program).stem, ""
+        ).split()
         assert TOOLS[Path(program).stem].main(words + more) == 0
 
 
@@ -60,7 +64,7 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch, capsys):
     speeches = [f"{'ROMEO' if i % 2 else 'JULIET'}:\nIt is the {i}th of them." for i in range(216)]
     Path("runs/speeches/input.txt").write_text("\n\n".join(speeches))
     for command in commands_of(ROOT / "docs" / "after_pretraining.md"):
-        if not command.startswith(("mkdir ", "curl ")):
+        if not command.startswith(("mkdir ", "curl ")) and LIBRARY not in command:
             obey(command)
     said = capsys.readouterr().out
     assert "<|im_start|>assistant\n>>>It is 0.<|im_end|><<<" in said
@@ -81,3 +85,17 @@ def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch, capsys):
     assert (Path("runs/llama-tuned/tokenizer_config.json").read_bytes()) == (
         Path("Llama-3.2-1B-Instruct/tokenizer_config.json").read_bytes()
     )
+
+
+@pytest.mark.sweep
+def test_every_command_of_the_second_example_works(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(LIBRARY).mkdir(parents=True)
+    source_files = stdlib_corpus.source_files
+    monkeypatch.setattr(stdlib_corpus, "source_files", lambda library: source_files(library)[:60])
+    commands = [command for command in commands_of(ROOT / "docs" / "after_pretraining.md") if LIBRARY in command]
+    for command in commands:
+        if not command.startswith("mkdir "):
+            obey(command)
+    assert len(commands) == 12 and "|choices|" in capsys.readouterr().out
+    assert Path("runs/library/tuning.png").stat().st_size > 1000

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +26,21 @@ from sft_folder import (
 )
 from thread_writers import thread_writers
 
+import finetune_gpt
 from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.dist_checkpointing import load_whole_tensors
+from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
+from megatron.core.inference import read_saved_settings
 from megatron.core.inference.generate import generate
 from megatron.core.inference.load_model import load_gpt
+from megatron.core.inference.score import score
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.validation import check
-from tools import lora as lora_tool
+from tools import evaluate, generate as generate_tool, lora as lora_tool
 
 SIZES = (
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1"
@@ -264,6 +268,9 @@ def test_a_tuned_folder_keeps_template_and_stop_ids_and_has_learned_when_to_stop
             "--save-hf writes a whole model, and this run trains adapters; give --save, and merge",
         ),
         ("--lora-rank 0", "--lora-rank is 0; it must be at least 1"),
+        ("--lora-dropout 0.1", "--lora-dropout needs --lora-rank: without it all weights are trained"),
+        ("--data-path {base}", "it is a folder; --sft reads JSON lines"),
+        ("--epochs 1 --global-batch-size 640", "--epochs 1 are .* fewer than one step of --global-batch-size 640"),
         ("--epochs 2 --train-iters 3", "--epochs 2 and --train-iters both give the length; give one"),
         (
             "--lora-adapter {base}/model",
@@ -292,9 +299,25 @@ def test_targets_that_the_model_does_not_have_are_refused(base: Path):
         train(base, {}, more.replace("linear_fc1_gate linear_proj", "output_layer"))
 
 
-def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path):
+def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: Path, tmp_path: Path, capsys):
     adapter = tmp_path / "adapter"
     train(base, {}, f" --lora-rank 2 --train-iters 1 --save {tmp_path}/own")
+
+    # tools open adapters alone with the base of the training, in any layout, and no other base
+    assert lora_tool.main(f"--load {tmp_path}/own --base {base}/model --merge {tmp_path}/tuned".split()) == 0
+    perplexity = {}
+    write_lines(tmp_path / "q.jsonl", [{"context": "What", "continuation": " is it?"}])
+    write_model(tmp_path / "other", seed=1)
+    for name, folder in (("own", f"own --pretrained-checkpoint {base}/model"), ("tuned", "tuned"), ("again", "own")):
+        output = tmp_path / f"{name}.json"
+        words = f"--load {tmp_path}/{folder} --data {tmp_path}/q.jsonl --device cpu --dtype float64 --output {output}"
+        assert evaluate.main(words.split()) == 0
+        perplexity[name] = json.loads(output.read_text())["results"]["q"]["perplexity,none"]
+    assert perplexity["own"] == perplexity["again"] == pytest.approx(perplexity["tuned"], rel=1e-5)
+    capsys.readouterr()
+    words = f"--load {tmp_path}/own --pretrained-checkpoint {tmp_path}/other --device cpu --prompt a"
+    assert generate_tool.main(words.split()) == 1
+    assert re.search("other is not the base of .*own.* with hash .*, those of the base were", capsys.readouterr().err)
     assert lora_tool.main(["--load", f"{tmp_path}/own", "--save-peft", str(adapter)]) == 0
     write_model(tmp_path / "gpt2", "gpt2")
     assert (
@@ -326,6 +349,39 @@ def test_a_folder_of_peft_may_have_the_output_layers_weight_and_no_experts(base:
     folder = write_adapter(tmp_path / "experts", **{"model.layers.0.block_sparse_moe.experts.0.w1": (16, 24)})
     with pytest.raises(ConfigError, match=r"adapts experts, such as .*; adapters of experts are not built: merge it"):
         FinetuneScript(f"{flags}{folder}")
+
+
+def test_half_written_and_damaged_peft_folders_are_one_line(base: Path, tmp_path: Path, monkeypatch, capsys):
+    good = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    problems = {
+        '{"r": ': "cannot be read",
+        "[]": "is not an object",
+        json.dumps(good | {"target_modules": 7}): "target_modules is 7; it must be a name or a list of names",
+        json.dumps(good): "has no adapter_model.safetensors",
+    }
+    for text, problem in problems.items():
+        (tmp_path / "adapter_config.json").write_text(text)
+        monkeypatch.setattr("sys.argv", ["finetune_gpt.py", *flags_of(base, f"--lora-adapter {tmp_path}").split()])
+        with pytest.raises(SystemExit) as stopped:
+            finetune_gpt.main()
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and problem in said and said.startswith("cannot start, 1 problem(s)")
+
+
+@pytest.mark.sweep
+def test_adapters_with_their_base_compute_in_any_layout_what_one_process_computes(base: Path, tmp_path: Path):
+    train(base, {}, f" --fp64 --lora-rank 2 --train-iters 2 --save {tmp_path}/own")
+
+    def scores(mesh: Mesh) -> list[float]:
+        checkpoint = open_checkpoint(tmp_path / "own")
+        saved = read_saved_settings(checkpoint.state, "own")
+        settings = {"vocab_size": saved.vocab_size, "positions": saved.positions, "lora": saved.lora, "mesh": mesh}
+        model = load_gpt(checkpoint, saved.transformer, **settings, base=open_foreign(base / "model"))
+        return [one.logprob for one in score(model, [([1, 2], [3, 4, 5]), ([6], [7])], max_length=32, mesh=mesh)]
+
+    expected, *_ = run_ranks({}, scores)
+    for sizes in ({"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "pp": 2}):
+        assert run_ranks(sizes, scores) == [pytest.approx(expected, abs=1e-10)] * prod(sizes.values())
 
 
 @pytest.mark.sweep

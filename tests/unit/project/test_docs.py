@@ -30,6 +30,7 @@ PREPARES = "tests/unit/tools/test_data_tools.py::test_every_command_of_the_page_
 CONFIGURES = "tests/processes/test_documents.py::test_what_configure_writes_trains"
 WALKS = "tests/processes/test_documents.py::test_the_walkthrough_shows_what_its_commands_print"
 TUNES = "tests/ranks/training/test_after_pretraining.py::test_every_command_of_the_page_works"
+TUNES_AGAIN = "tests/ranks/training/test_after_pretraining.py::test_every_command_of_the_second_example_works"
 EXCHANGES = "tests/processes/test_documents.py::test_a_description_leads_to_text_and_on_to_a_longer_context"
 EVALUATES = "tests/ranks/inference/test_evaluate.py::test_the_commands_of_the_page_run"
 TRAINS_A_BERT = "tests/processes/test_bert.py::test_every_command_of_the_page_runs"
@@ -83,6 +84,10 @@ COMMANDS = {
         "python tools/lora.py ...": TUNES,
         "python tools/preprocess_data.py ...": TUNES,
         "python tools/train_tokenizer.py ...": TUNES,
+        "python tools/evaluate.py ...": TUNES_AGAIN,
+        "mkdir -p runs/library": "not run: the test makes the folder",
+        "python tools/plot_run.py ...": TUNES_AGAIN,
+        "python tools/stdlib_corpus.py ...": TUNES_AGAIN,
         "python -c ...": TUNES,
     },
     "docs/offload.md": {

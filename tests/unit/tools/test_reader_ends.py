@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tools import generate
+from tools.trained_model import run_on_ranks
 
 ROOT = Path(__file__).parents[3]
 TOOLS = sorted(path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__"' in path.read_text())
@@ -62,9 +63,9 @@ def test_texts_that_cannot_be_written_are_told_as_such(monkeypatch: pytest.Monke
     def run(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    settings = SimpleNamespace(generation=SimpleNamespace(distributed_timeout_minutes=1))
+    settings = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(distributed_timeout_minutes=1)))
     monkeypatch.setattr(generate, "read_settings", lambda _: settings)
-    monkeypatch.setattr(generate, "answers_failed", lambda: True)
+    monkeypatch.setattr(run_on_ranks, "answers_failed", lambda: True)
     monkeypatch.setattr(generate, "run", run)
     assert generate.main([]) == 1
     assert capsys.readouterr().err == "generate: standard output cannot be written: No space left on device\n"

@@ -1,4 +1,4 @@
-"""The model of a training script in tools/generate.py: its `model_provider` builds it, as in a run.
+"""The model of a training script in tools that run a trained model: its `model_provider` builds it, as in a run.
 
 settings   the checkpoint's model, data and tokenizer settings, and its flags of the script; the layout of this command line
 model      what the provider returns for this rank's stage, with the checkpoint's weights
@@ -21,6 +21,7 @@ from megatron.core.inference.load_model import (
     even_layers,
     fill_stage,
     matmul_modes_here,
+    parameters_of,
     refuse_unusable,
 )
 from megatron.core.models.gpt.gpt_stage import GPTModel
@@ -63,14 +64,20 @@ class GenerationRuntime(Runtime):
 
 
 def load_script_model(
-    script: Script, checkpoint: Checkpoint, saved: SavedSettings, parallel: ParallelConfig, mesh: Mesh, device: Device
+    script: Script,
+    checkpoint: Checkpoint,
+    saved: SavedSettings,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    device: Device,
+    base: Checkpoint | None = None,
 ) -> nn.Module:
     """Return this rank's stage of the script's model with the checkpoint's weights, in evaluation mode.
 
-    Every rank must call. Raises ConfigError if the script builds another model than the checkpoint's, or one that cannot
-    generate text.
+    base: has the frozen weights of a checkpoint of adapters alone. Every rank must call. Raises ConfigError if the script
+    builds another model than the checkpoint's, or one that cannot generate text.
     """
-    refuse_unusable(checkpoint, saved.transformer)
+    refuse_unusable(checkpoint, saved.transformer, base)
     world = mesh["world"]
     torch_device = device.torch_device
     matmul_modes = matmul_modes_here(saved.transformer, mesh, torch_device)
@@ -100,10 +107,9 @@ def load_script_model(
             f"{checkpoint.folder} contains a {saved_name}, and the script of --model builds a {name}; give the script that "
             "trained the model"
         )
-    own_names = json.dumps([parameter for parameter, _ in model.named_parameters()])
-    texts = collectives.all_gather_texts(own_names, mesh["pp"], torch_device)
-    check_parameter_names(checkpoint, [parameter for text in texts for parameter in json.loads(text)], name)
-    return fill_stage(checkpoint, model, mesh, torch_device)
+    texts = collectives.all_gather_texts(json.dumps(parameters_of(model)), mesh["pp"], torch_device)
+    check_parameter_names(checkpoint, [parameter for text in texts for parameter in json.loads(text)], name, base)
+    return fill_stage(checkpoint, model, mesh, torch_device, base)
 
 
 def settings_of_script(
