@@ -3,16 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.core.base.dataclass_flags import (
-    BelowOne,
-    ConfigError,
-    Count,
-    FlagConfig,
-    Positive,
-    changes,
-    flag_of,
-    option,
-)
+from megatron.core.base.dataclass_flags import BelowOne, ConfigError, Count, FlagConfig, Positive, option
 
 WHOLE = ""  # the part that is all rows of a linear
 ALL_LINEAR = "all-linear"  # PEFT's name
@@ -82,14 +73,6 @@ class LoRAConfig(FlagConfig):
         for fused, parts in PARTS.items():
             if fused in names and names & set(parts):
                 yield f"--lora-target-modules gives {fused} and parts of it; give the one or the others"
-
-    @property
-    def without_effect(self) -> dict[str, str]:
-        """The flags that are given and change nothing, with the reason."""
-        if self.is_on:
-            return {}
-        why = "there are no adapters without --lora-rank or --lora-adapter"
-        return dict.fromkeys(map(flag_of, changes(self)), why)
 
     @property
     def is_on(self) -> bool:

@@ -111,8 +111,6 @@ def _of_experts(config: Any) -> Iterator[Unread]:
         yield model, names, why
     if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
         yield model, ("tiled_mlp",), "every layer has experts, and only a dense MLP has tiles"
-        if model.moe_ffn_hidden_size is not None:
-            yield model, ("ffn_hidden_size",), "every layer has experts, of --moe-ffn-hidden-size"
 
 
 def _of_pipeline(config: Any) -> Iterator[Unread]:
