@@ -11,7 +11,7 @@ ZERO = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param
 STOPS = {
     "one process, float32": (Layout(), [], 6),
     "one process, float32, between intervals": (Layout(), [], 4),
-    "2 x 2 ranks, bfloat16": (Layout(tp=2, pp=2, sp=True), ["--bf16"], 6),
+    "2 x 2 ranks, bfloat16": (Layout(tp=2, pp=2, sp=True), ["--bf16", "--global-batch-size", "4"], 6),
     "2 x 2 ranks, ZeRO": (Layout(pp=2, dp=2), ["--bf16", *ZERO], 6),
 }
 COSTLY = [name for name in STOPS if name != "2 x 2 ranks, bfloat16"]  # test_restarts.py has one process
