@@ -116,6 +116,8 @@ class Pipeline:
         self.device = device
         self.keys = _keys_in(chunks) if keys is None else {keys}
         self.aux_losses = declared_aux_losses(chunk for chunk in chunks.values() if isinstance(chunk, nn.Module))
+        self.has_experts = any(bool(_config_of(chunk, "num_moe_experts")) for chunk in chunks.values())
+        self.per_token_loss = any(bool(_config_of(chunk, "calculate_per_token_loss")) for chunk in chunks.values())
         self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
         self.forward_step = forward_step
@@ -171,7 +173,7 @@ class Pipeline:
             around=self.around,
             aux_losses=self.aux_losses,
             aux_weight=aux_weight,
-            aux_weight_in_graph=1.0 if self._has_config("calculate_per_token_loss") else aux_weight,
+            aux_weight_in_graph=1.0 if self.per_token_loss else aux_weight,
             device=self.device,
         )
         schedule = self.schedule(num_microbatches, training=training)
@@ -225,7 +227,7 @@ class Pipeline:
         ranks know before the first forward. Terms that layers of another model put into the graph
         (`MoEAuxLossAutoScaler`) are weighed as if no token were masked.
         """
-        if not self.aux_losses and not self._has_config("num_moe_experts"):
+        if not self.aux_losses and not self.has_experts:
             gradients.aux_weight = float(self.batch.nominal_tokens * self.mesh.sequence.size)
             return
 
@@ -246,10 +248,6 @@ class Pipeline:
         if num_known != replicas:
             tokens = self.batch.nominal_tokens * num_microbatches * self.mesh.tokens.size
         gradients.weigh_aux_losses(tokens, num_microbatches * replicas)
-
-    def _has_config(self, name: str) -> bool:
-        """Whether the config of the chunks, Megatron's, has this field set."""
-        return any(bool(_config_of(chunk, name)) for chunk in self.chunks.values())
 
     @memory_kind("other")
     def share_totals(self, totals: LossTotals) -> "SharedTotals":
