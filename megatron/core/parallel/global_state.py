@@ -25,6 +25,7 @@ class GlobalState:
     matmul_modes: Any = None  # the `MatmulModes` of a run; None: native
     virtual_rank: int | None = None  # the running model chunk
     micro_batch_size: int | None = None  # of the step that a `Pipeline` runs
+    num_microbatches: int | None = None  # of the training step that a `Pipeline` runs
     defers_initialization: bool = False  # inside `defer_weight_initialization`
     samples: int = 0  # consumed by `get_forward_backward_func`
     rng_tracker: Any = None  # of Megatron's named random states

@@ -180,6 +180,8 @@ class Pipeline:
         state = get_global_state()
         before = state.micro_batch_size
         state.micro_batch_size = self.batch.micro_batch_size
+        if training:
+            state.num_microbatches = num_microbatches or self.batch.num_microbatches
         try:
             return executor.run(schedule, self.mesh["pp"].rank, training=training, loss_scale=loss_scale)
         finally:

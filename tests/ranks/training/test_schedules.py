@@ -5,6 +5,7 @@ Float64 and mock data, so that a layout may differ from one process by rounding 
 
 import json
 import signal
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,6 +17,7 @@ from said import tells
 from script_run import trainer_of
 
 import pretrain_gpt
+from megatron.core import num_microbatches_calculator
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.evaluate import first_sample_and_batches
 from megatron.training.monitor.training_log import StepNumbers
@@ -130,6 +132,44 @@ def test_a_ramp_is_the_same_in_any_layout(name: str):
     assert [step.consumed for step in one_process.steps] == [sum(SIZES[: i + 1]) for i in range(len(SIZES))]
     assert one_process.steps[-1].losses["lm loss"] < one_process.steps[0].losses["lm loss"]
     assert_close(whole_ramp(name).steps, one_process.steps)
+
+
+@pytest.mark.parametrize("layout", [ONE, ({"dp": 2}, "")], ids=["one process", "dp"])
+def test_megatrons_calculator_says_what_the_running_step_has(layout):
+    """Also between steps, and after a validation with a batch size of its own."""
+    found = []
+
+    def prepare(trainer: Trainer) -> None:
+        forward_step = trainer.pipeline.forward_step
+
+        def asking(*args):
+            found.append((num_microbatches_calculator.get_num_microbatches(), "inside"))
+            return forward_step(*args)
+
+        line_if_due = trainer.log.line_if_due
+
+        def line(step):
+            num_microbatches_calculator.update_num_microbatches(step.consumed_samples)
+            found.append((num_microbatches_calculator.get_num_microbatches(), step.global_batch_size))
+            assert num_microbatches_calculator.get_current_global_batch_size() == step.global_batch_size
+            assert num_microbatches_calculator.get_current_running_global_batch_size() == step.global_batch_size
+            assert num_microbatches_calculator.get_micro_batch_size() == 2
+            line_if_due(step)
+
+        trainer.pipeline.forward_step = asking
+        trainer.log.line_if_due = line
+
+    ramp = "--global-batch-size 16 --rampup-batch-size 4 4 12 --train-samples 40 --eval-interval 2 --eval-iters 1 "
+    ranks = run(layout, ramp, prepare)
+    replicas = layout[0].get("dp", 1)
+    sizes = [step.size for step in ranks.steps]
+    assert sizes == [4, 8, 16]
+    lines = [entry for entry in found if entry[1] != "inside"]
+    assert sorted(lines) == sorted([(size // (2 * replicas), size) for size in sizes] * replicas)
+    of_steps = [size // (2 * replicas) for size in sizes for _ in range(size // 2)]
+    in_training = Counter(of_steps)
+    asked = Counter(count for count, where in found if where == "inside")
+    assert all(asked[count] >= times for count, times in in_training.items()) and set(asked) == set(in_training)
 
 
 @pytest.mark.full
