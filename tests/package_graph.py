@@ -22,7 +22,7 @@ LEVELS = (
     "core.base core.package_info core.inference_params",
     "core.enums core.packed_seq_params core.model_parallel_config",
     "core.storage core.parallel core.tokenizers",
-    "core.sharding core.parallel_state core.process_groups_config core.timers",
+    "core.sharding core.parallel_state core.process_groups_config core.timers core.num_microbatches_calculator",
     "core.ops core.offload core.datasets core.utils core.rerun_state_machine",
     "core.tensor_parallel core.context_parallel core.dist_checkpointing core.distributed",
     "core.pipeline_parallel core.peft",

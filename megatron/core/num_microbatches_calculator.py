@@ -1,7 +1,8 @@
 """Megatron's calculator of the number of microbatches, constant or with a ramp of the batch size.
 
-In a run of `pretrain` there is nothing to set up: `get_num_microbatches` and its like say what the step that runs has, also under
---rampup-batch-size. A loop of one's own calls `init_num_microbatches_calculator` once and `update_num_microbatches` before each step.
+In a run of `pretrain` there is nothing to set up: `get_num_microbatches` and its like say what the step that runs has,
+also under --rampup-batch-size. A loop of one's own calls `init_num_microbatches_calculator` once, and
+`update_num_microbatches` before each step.
 """
 
 import logging
@@ -128,7 +129,9 @@ def init_num_microbatches_calculator(
     rank: only rank 0 logs. rampup_batch_size: start, increment and samples of the ramp, or None for a constant size.
     """
     if _calculator is not None:
-        raise RuntimeError("num microbatches calculator is already initialized; call reconfigure_num_microbatches_calculator")
+        raise RuntimeError(
+            "num microbatches calculator is already initialized; call reconfigure_num_microbatches_calculator"
+        )
     reconfigure_num_microbatches_calculator(
         rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
     )

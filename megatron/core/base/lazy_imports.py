@@ -39,7 +39,7 @@ def all_names(module: str, homes: str) -> Callable[[str], Any]:
         for home in map(import_module, homes.split()):
             if hasattr(home, name):
                 return getattr(home, name)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return _name_of_megatron(module, name)
 
     return get
 

@@ -6,8 +6,11 @@ is called. A module of these tables that has no file here is made when it is imp
 
 from collections.abc import Mapping
 
+from megatron.core.base import megatron_names_outside_core
+
 # Module -> the module that defines the name here -> names, separated by blanks.
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    **megatron_names_outside_core.ELSEWHERE,
     "megatron.core.datasets.blended_megatron_dataset_config": {
         "megatron.core.datasets.gpt_dataset": "GPTDatasetConfig",
         "megatron.core.datasets.utils": "Split",
@@ -89,62 +92,6 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.enums": "AttnMaskType",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
     },
-    "megatron.initialize": {"megatron.training.initialize": "initialize_megatron"},
-    "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
-    "megatron.model.distributed": {"megatron.core.distributed": "DistributedDataParallel MemoryBuffer"},
-    "megatron.model.language_model": {
-        "megatron.core.models.common.embeddings.embedding": "Embedding",
-        "megatron.core.models.common.language_model": "TransformerLanguageModel",
-    },
-    "megatron.model.module": {
-        "megatron.core.transformer.module": "MegatronModule",
-        "megatron.legacy.model.module": "Float16Module",
-    },
-    "megatron.model.transformer": {
-        "megatron.core.transformer": "ParallelAttention ParallelMLP ParallelTransformer ParallelTransformerLayer",
-        "megatron.legacy.model.language_model": "get_num_layers",
-    },
-    "megatron.mpu.cross_entropy": {"megatron.core.tensor_parallel": "vocab_parallel_cross_entropy"},
-    "megatron.mpu.data": {"megatron.core.tensor_parallel": "broadcast_data"},
-    "megatron.mpu.initialize": {
-        "megatron.core.parallel_state": (
-            "_DATA_PARALLEL_GROUP _EMBEDDING_GROUP _MODEL_PARALLEL_GROUP _PIPELINE_MODEL_PARALLEL_GROUP "
-            "_TENSOR_MODEL_PARALLEL_GROUP get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
-            "get_pipeline_model_parallel_group get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size "
-            "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
-            "initialize_model_parallel is_pipeline_first_stage is_pipeline_last_stage model_parallel_is_initialized"
-        ),
-        "megatron.legacy.model.language_model": "get_num_layers",
-    },
-    "megatron.mpu.layers": {
-        "megatron.core.tensor_parallel": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding"
-    },
-    "megatron.mpu.mappings": {
-        "megatron.core.tensor_parallel": (
-            "copy_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region "
-            "reduce_from_tensor_model_parallel_region scatter_to_tensor_model_parallel_region"
-        )
-    },
-    "megatron.mpu.random": {
-        "megatron.core.tensor_parallel": "checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed"
-    },
-    "megatron.optimizer": {"megatron.core.optimizer": "MegatronOptimizer get_megatron_optimizer"},
-    "megatron.schedules": {
-        "megatron.core.pipeline_parallel.schedules": (
-            "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving "
-            "forward_backward_pipelining_without_interleaving get_forward_backward_func"
-        )
-    },
-    "megatron.training.argument_utils": {
-        "megatron.legacy.model.gpt_config": "GPTModelConfig gpt_config_from_args",
-        "megatron.training.arguments": "core_transformer_config_from_args",
-    },
-    "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
-    "megatron.training.config": {"megatron.training.argument_utils": "PretrainConfigContainer"},
-    "megatron.training.config.container": {"megatron.training.argument_utils": "PretrainConfigContainer"},
-    "megatron.training.models": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
-    "megatron.training.models.gpt": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
-    "megatron.training.training": {"megatron.training.build": "get_model"},
 }
 # Switches of Megatron's that tell whether an optional package is used: none is.
 SWITCHED_OFF = (
@@ -157,6 +104,7 @@ SWITCHED_OFF = (
 
 # Module, or package of modules -> the reason why its names are not built, and what to use instead.
 REASONS: Mapping[str, str] = {
+    **megatron_names_outside_core.REASONS,
     "megatron.core": "nothing here unpickles, so no globals are registered as safe",
     "megatron.core.datasets": (
         "use GPTDataset, BERTMaskedWordPieceDataset, or a data set of your own from the script's provider "
@@ -233,26 +181,10 @@ REASONS: Mapping[str, str] = {
         "a model predicts the next token alone; leave out --mtp-num-layers"
     ),
     "megatron.core.utils": "it serves parts of Megatron that are not here",
-    "megatron.legacy.model": "legacy models are GPTModel, BertModel and T5Model; build others from megatron.core.models",
-    "megatron.training": (
-        "the loop is pretrain(), whose steps are observed by flags (docs/training_run.md); a loop of your own uses "
-        "get_forward_backward_func"
-    ),
-    "megatron.training.datasets": (
-        "train on token files (--data-path), also with --fim-data; prepare chats with tools/preprocess_data.py"
-    ),
-    "megatron.training.datasets.sft_dataset": (
-        "with --sft call megatron.core.datasets.sft_dataset.build_sft_datasets, as pretrain_gpt.py does, which packs and blends "
-        "the examples of --data-path"
-    ),
-    "megatron.training.distillation": "there is no distillation; leave out --logits-load-dir",
-    "megatron.training.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
-    "megatron.training.initialize": "initialize_megatron sets everything up",
-    "megatron.training.tokenizer": "tokenizers are built by build_tokenizer (docs/data_preparation.md)",
-    "megatron.training.utils": "it serves parts of Megatron's loop; the loop here is pretrain()",
 }
 # Module -> names that are not built.
 NOT_BUILT: Mapping[str, str] = {
+    **megatron_names_outside_core.NOT_BUILT,
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": (
         "get_transformer_block_with_experimental_attention_variant_spec "
         "get_transformer_layer_with_experimental_attention_variant_spec"
@@ -260,8 +192,6 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "get_gpt_heterogeneous_layer_spec",
     "megatron.core.models.hybrid.hybrid_model": "HybridModel",
     "megatron.core.models.mamba": "MambaModel",
-    "megatron.training.datasets.sft_dataset": "MockSFTDataset SFTDataset",
-    "megatron.training.distillation": "LossFuncCallable",
     "megatron.core.tensor_parallel.utils": "dist_all_gather_func",
     "megatron.core": "register_safe_globals safe_load_from_bytes",
     "megatron.core.datasets.blended_megatron_dataset_builder": "DistributedDataset MidLevelDataset TopLevelDataset",
@@ -470,53 +400,6 @@ NOT_BUILT: Mapping[str, str] = {
         "nvtx_range_push prepare_input_tensors_for_wgrad_compute round_up_to_nearest_multiple "
         "safely_set_viewless_tensor_data to_local_if_dtensor trace_async_exceptions"
     ),
-    "megatron.legacy.model": "LayerNorm RMSNorm get_language_model",
-    "megatron.legacy.model.bert_model": (
-        "BertLMHead bert_extended_attention_mask bert_position_ids post_language_model_processing"
-    ),
-    "megatron.legacy.model.gpt_model": "post_language_model_processing",
-    "megatron.legacy.model.language_model": (
-        "Embedding Pooler TransformerLanguageModel get_language_model parallel_lm_logits"
-    ),
-    "megatron.legacy.model.module": "conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared",
-    "megatron.training": (
-        "get_adlr_autoresume get_one_logger get_signal_handler get_tensorboard_writer "
-        "get_train_valid_test_num_samples get_wandb_writer"
-    ),
-    "megatron.training.global_vars": (
-        "destroy_global_vars get_adlr_autoresume get_energy_monitor get_one_logger get_signal_handler "
-        "get_tensorboard_writer get_wandb_writer rebuild_tokenizer set_args set_global_variables "
-        "unset_global_variables"
-    ),
-    "megatron.training.initialize": "set_jit_fusion_options setup_logging write_args_to_tensorboard",
-    "megatron.training.tokenizer.gpt2_tokenization": (
-        "GPT2Tokenizer MERGES_NAME PRETRAINED_VOCAB_POSITIONAL_EMBEDDINGS_SIZE_MAP SPECIAL_TOKENS_NAME "
-        "VOCAB_NAME bytes_to_unicode get_pairs"
-    ),
-    "megatron.training.tokenizer.tokenizer": (
-        "CustomTikTokenizer PATTERN_TIKTOKEN PATTERN_TIKTOKEN_V2 reload_mergeable_ranks"
-    ),
-    "megatron.training.training": (
-        "MAX_NUM_CHECKPOINTS_MEMORY_REPORTED RL_LOGGABLE_TIMER_NAMES build_train_valid_test_data_loaders "
-        "build_train_valid_test_datasets checkpoint_and_decide_exit "
-        "compute_throughputs_and_append_to_progress_log consume_seqlen_stats_in_iteration cuda_graph_capture "
-        "cuda_graph_set_manual_hooks cyclic_iter destroy_global_state disable_forward_pre_hook "
-        "dummy_train_step enable_forward_pre_hook evaluate evaluate_and_print_results force_param_sync "
-        "get_cuda_graph_input_data get_megatron_ddp_config get_megatron_optimizer_config "
-        "get_optimizer_param_scheduler get_start_time_from_progress_log get_train_valid_test_num_samples "
-        "has_nvidia_modelopt has_rl_utils num_checkpoints_memory_reported num_floating_point_operations "
-        "post_training_step_callbacks preprocess_common_state_dict print_datetime resolve_ddp_bucket_size "
-        "save_checkpoint_and_time should_disable_forward_pre_hook stimer train train_step training_log "
-        "update_train_iters wrap_model_chunks_with_ddp"
-    ),
-    "megatron.training.utils": (
-        "ALL_MODULE_WRAPPER_CLASSNAMES append_to_progress_log calc_dtensor_params_l2_norm calc_params_l2_norm "
-        "check_adlr_autoresume_termination get_device_arch_version get_nvtx_range "
-        "has_nvrx_checkpointing_async_support has_nvrx_installed is_hybrid_model is_rank0 "
-        "logical_and_across_model_parallel_group print_params_min_max_norm "
-        "reduce_max_stat_across_model_parallel_group report_memory to_empty_if_meta_device "
-        "update_use_dist_ckpt warn_rank_0"
-    ),
     "megatron.core.model_parallel_config": "resolve_tensor_parallel_weight_shards",
     "megatron.core.rerun_state_machine": (
         "COMPARISON_MATCH COMPARISON_MISMATCH Call Caller DataIteratorArgType "
@@ -538,15 +421,6 @@ NOT_BUILT: Mapping[str, str] = {
         "tie_output_layer_state_dict tie_word_embeddings_state_dict"
     ),
     "megatron.core.transformer.spec_utils": "get_submodules",
-    "megatron.legacy.model.t5_model": "T5LMHead t5_extended_attention_mask t5_position_ids",
-    "megatron.training.argument_utils": (
-        "ArgumentGroupFactory TypeInferenceError hybrid_config_from_args inference_cfg_container_from_args "
-        "inference_cfg_from_args"
-    ),
-    "megatron.training.inprocess_restart": "destroy_state inprocess_restart maybe_force_nccl_backend_init",
-    "megatron.training.yaml_arguments": (
-        "core_config_from_args env_constructor env_pattern load_yaml str_dtype_to_torch validate_yaml"
-    ),
 }
 
 
