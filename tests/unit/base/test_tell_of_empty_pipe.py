@@ -12,8 +12,16 @@ from megatron.training.arguments.command_line import settings_in_file
 
 
 @pytest.mark.parametrize("flag", ["--yaml-cfg", "--data-args-path", "--per-split-data-args-path"])
-def test_a_pipe_that_nobody_writes_is_named(flag: str, tmp_path: Path, monkeypatch, capsys):
+def test_a_pipe_that_nobody_writes_is_named(flag: str, tmp_path: Path, monkeypatch):
+    lines: list[str] = []
+    said = threading.Event()
+
+    def record(text: str) -> None:
+        lines.append(text)
+        said.set()
+
     monkeypatch.setattr(tell_of_empty_pipe, "SECONDS", 0.01)
+    monkeypatch.setattr(tell_of_empty_pipe, "print_stderr", record)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     content = {
@@ -21,7 +29,12 @@ def test_a_pipe_that_nobody_writes_is_named(flag: str, tmp_path: Path, monkeypat
         "--data-args-path": "a b",
         "--per-split-data-args-path": '{"train": ["a"]}',
     }
-    writer = threading.Timer(0.1, path.write_text, [content[flag]])
+
+    def write_once_it_was_said() -> None:
+        assert said.wait(60)
+        path.write_text(content[flag])
+
+    writer = threading.Thread(target=write_once_it_was_said)
     writer.start()
     reads = {
         "--yaml-cfg": lambda: settings_in_file(str(path))["num_layers"] == 3,
@@ -30,7 +43,7 @@ def test_a_pipe_that_nobody_writes_is_named(flag: str, tmp_path: Path, monkeypat
     }
     assert reads[flag]()
     writer.join()
-    assert f"{flag} {path} is a named pipe: waiting" in capsys.readouterr().err
+    assert len(lines) == 1 and f"{flag} {path} is a named pipe: waiting" in lines[0]
 
 
 def test_a_file_and_a_pipe_that_is_written_at_once_are_read_silently(tmp_path: Path, capsys):
