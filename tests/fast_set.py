@@ -33,7 +33,7 @@ ONE_IN = {
     "ranks/sharding/test_random.py::test_every_layout_starts_from_the_same_weights": 4,
     "ranks/models/test_lora.py::test_every_layout_trains_adapters_as_one_process": 4,
     "ranks/models/test_matmul_backend.py::test_every_layout_trains_with_8_bits_as_one_process": 4,
-    "ranks/transformer/test_moe_layouts.py::test_every_layout_trains_as_one_process": 7,
+    "ranks/transformer/test_moe_layouts.py::test_every_layout_trains_as_one_process": 8,
     "ranks/ops/test_aux_losses.py::test_every_layout_trains_as_one_process": 4,
     "ranks/models/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,
     "ranks/dist_checkpointing/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 6,
@@ -134,6 +134,7 @@ COMMAND_ONE_IN = {
     "ranks/transformer/test_layer_specs.py::test_modules_of_the_user_train_as_in_one_process": 2,
     "ranks/transformer/test_model_corners.py::test_layout_equals_one_process": 7,
     "ranks/transformer/test_model_options.py::test_scores_and_gradients_are_those_of_the_formulas": 3,
+    "ranks/transformer/test_moe_layouts.py::test_every_layout_trains_as_one_process": 4,  # beside every pair with an axis of experts
     "unit/pipeline_parallel/test_lower.py::test_no_schedule_deadlocks_over_the_whole_product": 7,
     "unit/project/test_checkout.py::test_a_tool_finds_the_scripts_of_models": 2,
     "unit/storage/test_s3.py::test_a_run_whose_store_ends_goes_on_to_the_same_bits": 2,

@@ -23,7 +23,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 import expert_layouts
 from case_runs import Matrix, command
 from covering import covering
-from expert_layouts import PLAIN, RANKS, SEEDS, LayoutCase, Trained, outcome, worst_difference
+from expert_layouts import PIPELINES, PLAIN, RANKS, SEEDS, LayoutCase, Trained, outcome, worst_difference
 from expert_models import GPT2, LLAMA
 from tiny_run import Layout
 
@@ -47,6 +47,7 @@ BALANCES: dict[str, dict[str, Any]] = {
     **{kind: {"moe_router_load_balancing_type": [kind], "moe_aux_loss_coeff": [0.3]} for kind in LOSSES},
     "z_loss": {"moe_z_loss_coeff": 0.01},
     "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 2e-4},
+    "sinkhorn": {"moe_router_load_balancing_type": ["sinkhorn"]},
     "all": {
         "moe_router_load_balancing_type": list(LOSSES),
         "moe_aux_loss_coeff": [0.3, 0.2, 0.1],
@@ -66,9 +67,10 @@ DISPATCHES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 8,
         "moe_shared_expert_gate": True,
         "moe_shared_expert_overlap": True,
-        "moe_layer_freq": "[0,1,1,0]",
     },
 }
+# Models that dispatch beside shared experts have dense layers too: number of layers -> which have experts.
+DENSE_AMONG_EXPERTS = {2: "[0,1]", 4: "[0,1,1,0]"}
 DIMENSIONS: dict[str, tuple] = expert_layouts.DIMENSIONS | {
     "scores": tuple(SCORES),
     "balance": tuple(BALANCES),
@@ -89,16 +91,30 @@ class MoECase(LayoutCase):
 
     @property
     def can_be(self) -> bool:
-        """A bias is added to scores of which each is of one expert."""
-        return super().can_be and not (self.balance == "bias" and "softmax" in self.scores)
+        """A bias is added to scores of which each is of one expert. Sinkhorn's iteration has scores of its own, and no capacity."""
+        has_softmax = "softmax" in self.scores
+        if self.balance == "bias" and has_softmax:
+            return False
+        if self.balance == "sinkhorn" and not (has_softmax and self.capacity == "dropless"):
+            return False
+        return super().can_be
 
     def __str__(self) -> str:
         return "-".join([super().__str__(), self.scores, self.balance, self.capacity, self.dispatch]).replace(" ", "_")
 
     @property
-    def router(self) -> tuple[str, ...]:
+    def layers(self) -> int:
+        """As few as have every seam: two, or one in each stage; two in a stage where something is done between or with neighbours
+        (recomputation of some, gathering ahead, dense layers among those of experts)."""
+        if self.pipeline == "alone":
+            return 2
+        several = self.recompute in ("uniform 1", "block 1") or self.stage == 3 or self.dispatch == "beside shared"
+        return 4 if several or "v" in PIPELINES[self.pipeline] else 2
+
+    @property
+    def router(self) -> tuple[str | int, ...]:
         """What decides the model, beside its recomputation."""
-        return self.model, self.scores, self.balance, self.capacity, self.dispatch
+        return self.model, self.scores, self.balance, self.capacity, self.dispatch, self.layers
 
     @property
     def config(self) -> ModelConfig:
@@ -106,13 +122,15 @@ class MoECase(LayoutCase):
 
     @property
     def microbatches(self) -> int:
-        """Of one process. The loss of a microbatch depends on which samples are in it."""
-        return self.dp * 2 if self.balance in ("aux_loss", "all") else 2
+        """Of one process. What balances a microbatch depends on which samples are in it."""
+        return self.dp * 2 if self.balance in ("aux_loss", "all", "sinkhorn") else 2
 
 
-def config_of(model: str, scores: str, balance: str, capacity: str, dispatch: str) -> ModelConfig:
+def config_of(model: str, scores: str, balance: str, capacity: str, dispatch: str, layers: int) -> ModelConfig:
     options = SCORES[scores] | BALANCES[balance] | CAPACITIES[capacity] | DISPATCHES[dispatch]
-    return replace(MODELS[model], **options)
+    if dispatch == "beside shared":
+        options["moe_layer_freq"] = DENSE_AMONG_EXPERTS[layers]
+    return replace(MODELS[model], num_layers=layers, **options)
 
 
 @cache
@@ -124,12 +142,12 @@ def covering_cases(strength: int, only: tuple[str, ...] = ()) -> tuple[MoECase, 
     else:
         chosen = covering_cases(strength - 1) if strength > 2 else ()
     plain = asdict(PLAIN) | {"scores": "sigmoid", "balance": "none", "capacity": "dropless", "dispatch": "allgather"}
-    seeds = [plain | seed for seed in SEEDS]
+    seeds = [plain | seed | scores for scores in ({}, {"scores": "softmax"}) for seed in SEEDS]
     return covering(MoECase, DIMENSIONS, strength, seeds=seeds, chosen=chosen, only=only)
 
 
 @cache
-def one_process(router: tuple[str, ...], microbatches: int) -> Trained:
+def one_process(router: tuple[str | int, ...], microbatches: int) -> Trained:
     alone = outcome(config_of(*router), Layout(m=microbatches))
     alone.ranks.clear()
     return alone
@@ -158,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "and weight is compared with the run of one process: max |a - b| <= 1e-10 max |b|, tensor by tensor. The experts of every token,",
             "and which of them dropped it, must be the same, and so must the bits of the experts' biases. In a case with a capacity at least",
             "a tenth of the choices is dropped. The one process has microbatches of the same size where the loss of one depends on it",
-            "(`aux_loss`); they are of another size in all other cases with data parallelism.",
+            "(`aux_loss`) or its choice does (`sinkhorn`); they are of another size in all other cases with data parallelism.",
         ),
         dimensions=DIMENSIONS,
         cases=cases,

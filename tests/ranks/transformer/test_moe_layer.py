@@ -228,6 +228,17 @@ def test_sinkhorn_divides_a_microbatch_evenly_in_training_alone(k: int):
     assert loads.max() < plain.ids.flatten().bincount().max()
 
 
+def test_sinkhorn_chooses_by_all_samples_of_the_microbatch():
+    """What the choice depends on: a sample alone is divided evenly by itself, with others together."""
+    layer, x = of_tokens(replace(TINY, moe_router_load_balancing_type=["sinkhorn"]))
+    rows = layer.rows_of(x)[1]
+    together = layer.router(x, rows).ids
+    turned = layer.router(x.flip(1), rows).ids
+    assert torch.equal(turned.flip(1), together), "the order of the samples decides nothing"
+    alone = torch.cat([layer.router(sample, rows).ids for sample in x.split(1, dim=1)], dim=1)
+    assert alone.shape == together.shape and not torch.equal(alone, together)
+
+
 def test_forced_balance_gives_each_expert_as_many_tokens_and_jitter_is_off_in_evaluation():
     config = replace(TINY, moe_router_force_load_balancing=True, moe_input_jitter_eps=0.5)
     layer, x = of_tokens(config)

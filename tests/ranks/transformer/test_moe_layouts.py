@@ -35,10 +35,10 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep
+@pytest.mark.full
 @pytest.mark.parametrize("case", covering_cases(2, NEW), ids=str)
 def test_every_pair_of_choices_trains_as_one_process(case: MoECase):
-    """python -m pytest tests/ranks/transformer/test_moe_layouts.py -m sweep; the other pairs, and triples: moe_matrix.py"""
+    """The other pairs, and triples: tests/campaigns/moe_matrix.py"""
     worst, where = difference(case)
     assert worst <= TOLERANCE, where
 
@@ -48,6 +48,8 @@ def test_the_matrix_has_every_pair_and_triple_that_fits():
     apart = [{("sp", True), ("tp", 1)}, {("groups", 2), ("stage", 0)}, {("groups", 2), ("dp", 1)}]
     apart += [{("ahead", True), ("stage", 0)}, {("pipeline", "zb-v"), ("model", "gpt2"), ("stage", 3)}]
     apart += [{("balance", "bias"), ("scores", scores)} for scores in ("softmax", "pre-softmax")]
+    apart += [{("balance", "sinkhorn"), ("scores", scores)} for scores in ("sigmoid", "sqrtsoftplus")]
+    apart += [{("balance", "sinkhorn"), ("capacity", policy)} for policy in ("probs", "position")]
     too_few_ranks = [("tp", 1), ("cp", 1), ("etp", None), ("etp", 2)]
     apart += [{("dp", 1), ("ep", 4), few} for few in too_few_ranks]
     for strength in (2, 3):
@@ -81,9 +83,11 @@ SINKHORN = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_sinkhorn_balances_a_microbatch_alike_in_every_layout():
-    """Megatron balances the tokens of each rank, so that tensor- and context-parallel ranks change the choice there."""
+    """Megatron balances the tokens of each rank, so that tensor- and context-parallel ranks change the choice there.
+
+    The pairs above have Sinkhorn routing with every axis of experts; here it comes with a z-loss and jitter."""
     options = {"moe_router_load_balancing_type": ["sinkhorn"], "moe_z_loss_coeff": 0.01, "moe_input_jitter_eps": 0.1}
     config = replace(LLAMA, num_layers=2, **options)
     expected = outcome(config, Layout(m=2)).whole
