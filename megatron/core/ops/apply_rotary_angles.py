@@ -42,9 +42,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
     sin = sin.unsqueeze(2)
-    first = x[..., :half]
-    second = x[..., half : 2 * half]
-    rest = x[..., 2 * half :]  # not rotated
+    # a split, whose backward is one pass; that of a slice sets zeros and adds for the whole head
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)  # the rest is not rotated
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 

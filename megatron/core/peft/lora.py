@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.dropout_masks import MaskWords, column_words
@@ -19,6 +18,7 @@ from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.peft.adapter_products import AdapterProducts, FusedRows, add_up_products, down_products
 from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, check_targets_found, parts_of
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import InitializesFromWeights
@@ -43,7 +43,6 @@ class Adapter:
     """One pair (A, B). values: (A [rank, in], B [out, rank]) of the whole pair, in the rows' order of the part; None: new."""
 
     rank: int
-    scale: float
     values: tuple[Tensor, Tensor] | None = None
 
 
@@ -66,7 +65,9 @@ class LoRA(nn.Module):
     Parameters beside the linear's own: `lora_a` and `lora_b`, or `lora_a_PART` and `lora_b_PART` for each part.
     """
 
-    def __init__(self, linear: ParallelLinear, adapters: dict[str, Adapter], dropout: nn.Module | None = None):
+    def __init__(
+        self, linear: ParallelLinear, adapters: dict[str, Adapter], scale: float, dropout: nn.Module | None = None
+    ):
         super().__init__()
         self.weight = linear.weight  # by the linear's names
         self.bias = linear.bias
@@ -76,6 +77,8 @@ class LoRA(nn.Module):
         self.adapters = adapters  # by part
         self.lora_dropout = dropout
         self.rows = fused_rows(linear)
+        ranks = {part: adapter.rank for part, adapter in adapters.items()}
+        self.products = AdapterProducts(self.rows, ranks, scale, linear.tp.matmul, linear.tp.weight_grads)
         self.suffixes = {part: f"_{part}" if part else "" for part in adapters}
         for part, adapter in adapters.items():
             suffix = self.suffixes[part]
@@ -93,27 +96,15 @@ class LoRA(nn.Module):
 
     def down(self, x: Tensor) -> Tensor:
         """Return A x of all adapters, one behind another: [.., in] -> [.., sum of ranks]. Nothing is communicated."""
-        x = self.inputs(x)
-        products = [self.tp.linear(x, self.pair(part)[0]) for part in self.adapters]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        return down_products(self.inputs(x), [self.pair(part)[0] for part in self.adapters], self.products)
 
-    def up(self, h: Tensor) -> dict[str, Tensor]:
-        """Return scale B h of each part, [s, b, sum of ranks] -> part -> [s, b, rows of the part on this rank]."""
-        deltas = {}
-        first = 0
-        for part, adapter in self.adapters.items():
-            own = h[..., first : first + adapter.rank]
-            first += adapter.rank
-            # the scale on the few columns of h, not on the many of the product
-            deltas[part] = self.tp.linear(adapter.scale * own, self.pair(part)[1])
-        return deltas
+    def with_deltas(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the linear's result for x, with scale B h added to the rows of each part.
 
-    def with_deltas(self, x: Tensor, deltas: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the linear's result for x, with the deltas added to the rows of their parts."""
+        h: [.., sum of ranks], for the tokens of the result -> ([.., out/t], bias)
+        """
         y, bias = self.linear(x)
-        if WHOLE in deltas:
-            return y + deltas[WHOLE], bias
-        return AddToParts.apply(y, self.rows, tuple(deltas), *deltas.values()), bias
+        return add_up_products(y, h, [self.pair(part)[1] for part in self.adapters], self.products), bias
 
     def count_flops(self, x: LayerInput) -> Flops:
         """A frozen weight has no gradient, and the first layer's frozen input needs none."""
@@ -122,30 +113,6 @@ class LoRA(nn.Module):
             a, b = self.pair(part)
             flops = flops + weight_flops(x, a) + weight_flops(x.after(a), b)
         return flops
-
-
-class AddToParts(torch.autograd.Function):
-    """y with a term added to the rows of some parts of a fused linear, in one pass over y."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, rows: "FusedRows", names: tuple[str, ...], *terms: Tensor) -> Tensor:
-        """y: [s, b, out/t]; terms: of the parts `names`, [s, b, rows of the part on this rank] -> [s, b, out/t]"""
-        ctx.rows = rows
-        ctx.names = names
-        of_part = dict(zip(names, terms))
-        total = torch.empty_like(y)
-        for part, source, target in zip(rows.sizes, rows.split(y), rows.split(total)):
-            if part in of_part:
-                torch.add(source, of_part[part].unflatten(-1, (rows.groups, rows.sizes[part])), out=target)
-            else:
-                target.copy_(source)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [s, b, out/t] -> (of y: the same; of each term: its rows). Nothing is saved."""
-        of_part = dict(zip(ctx.rows.sizes, ctx.rows.split(grad)))
-        return grad, None, None, *(of_part[name].flatten(-2) for name in ctx.names)
 
 
 class ColumnLoRA(LoRA):
@@ -157,7 +124,7 @@ class ColumnLoRA(LoRA):
             h = autograd_collectives.gather_sequence(h, self.tp.axis)  # [s, b, ranks]
         else:
             h = autograd_collectives.copy(h, self.tp.axis)  # each rank's gradient is that of its rows of B
-        return self.with_deltas(x, self.up(h))
+        return self.with_deltas(x, h)
 
 
 class RowLoRA(LoRA):
@@ -169,7 +136,7 @@ class RowLoRA(LoRA):
             h = autograd_collectives.reduce_scatter_sequence(h, self.tp.axis)  # [s/t, b, rank]
         else:
             h = autograd_collectives.reduce(h, self.tp.axis)
-        return self.with_deltas(x, self.up(h))
+        return self.with_deltas(x, h)
 
 
 class GivenValues(InitializesFromWeights):
@@ -192,18 +159,6 @@ class GivenRowLoRA(GivenValues, RowLoRA):
 
 
 # ---------------------------------------------------------------- parts of fused linears
-
-
-@dataclass(frozen=True)
-class FusedRows:
-    """How this rank's rows of a fused linear repeat: `groups` times the rows of each part. One part: no fused linear."""
-
-    sizes: dict[str, int]  # part -> rows in a group, on this rank
-    groups: int  # on this rank
-
-    def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the rows of each part: y [s, b, out/t] -> [s, b, groups, size] each."""
-        return y.unflatten(-1, (self.groups, sum(self.sizes.values()))).split(list(self.sizes.values()), dim=-1)
 
 
 def fused_rows(linear: ParallelLinear) -> FusedRows:
@@ -283,15 +238,15 @@ def add_lora(
         adapters = {}
         for part in parts:
             begins_with = None if values is None else values(name, part)
-            adapters[part] = Adapter(config.lora_rank, config.scale, begins_with)
+            adapters[part] = Adapter(config.lora_rank, begins_with)
         found.setdefault(last, set()).update(adapters)
         is_column = isinstance(linear, ColumnParallelLinear)
         dropout = None
         if config.lora_dropout > 0:
             dropout = _dropout(name, linear, config.lora_dropout, keys, rows_of_sample)
         if values is None:
-            return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, dropout)
-        return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
+            return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, config.scale, dropout)
+        return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, config.scale, dropout)
 
     names = replace_linears(chunk, make, output_layer=True)
     if linears - {"output_layer"}:

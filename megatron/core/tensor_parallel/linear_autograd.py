@@ -189,6 +189,12 @@ class TorchMatmul(MatmulBackend):
     def forward(self, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
         return linear_forward(x, weight, self.modes.forward)
 
+    def add_forward(self, total: Tensor, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> None:
+        if self.modes.forward == "native":
+            total.addmm_(x, weight.t())
+        else:
+            super().add_forward(total, x, weight, state)
+
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
         return dgrad(grad, weight, self.modes.backward)
 

@@ -45,6 +45,12 @@ class MatmulBackend:
         """Return X W^T. x: [.., in], weight: [out, in] -> [.., out] in the dtype of x, in memory of its own."""
         raise NotImplementedError
 
+    def add_forward(self, total: Tensor, x: Tensor, weight: Tensor, state: nn.Module | None) -> None:
+        """Add X W^T to total, in place. x: [tokens, in], weight: [out, in], total: [tokens, out], perhaps columns of a wider
+        matrix. A backend whose product can add to `total` does it here.
+        """
+        total.add_(self.forward(x, weight, state))
+
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None) -> Tensor:
         """Return dY W. grad: [.., out], weight: [out, in] -> [.., in] in the dtype of grad, in memory of its own."""
         raise NotImplementedError

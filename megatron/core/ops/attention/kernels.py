@@ -102,16 +102,20 @@ def attention_by_document(
 
     q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. window_left: of a window; None: no window.
     """
+    # Splits, since the backward of a slice sets zeros and adds for all samples; and the results of documents are joined with the
+    # tokens first, as the layer reads them.
     samples = []
-    for i, lengths in enumerate(documents.lengths):
-        qs, ks, vs = (x[i : i + 1].split(lengths, dim=2) for x in (q, k, v))  # of one sample, by document
+    of_samples = zip(q.split(1), k.split(1), v.split(1), documents.lengths, strict=True)
+    for i, (*of_sample, lengths) in enumerate(of_samples):
+        qs, ks, vs = (x.split(lengths, dim=2) for x in of_sample)  # by document
         outs = []
         trees = documents.visible_by_document[i] if isinstance(documents, PrefixTrees) else [None] * len(lengths)
         for q_document, k_document, v_document, length, tree in zip(qs, ks, vs, lengths, trees):
             mask = with_window(None if tree is None else ~tree, window_left, length)
-            outs.append(fused_attention(q_document, k_document, v_document, mask, dropout))
-        samples.append(torch.cat(outs, dim=2))
-    return torch.cat(samples)
+            out = fused_attention(q_document, k_document, v_document, mask, dropout)  # [1, n, length, d]
+            outs.append(out.permute(2, 0, 1, 3))
+        samples.append(torch.cat(outs))  # [s, 1, n, d]
+    return torch.cat(samples, dim=1).permute(1, 2, 0, 3)
 
 
 # ---------------------------------------------------------------- the table
