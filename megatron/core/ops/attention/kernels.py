@@ -19,7 +19,15 @@ from torch.nn import functional
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Registry
 from megatron.core.ops.attention.kernel_names import OUR_KERNELS
-from megatron.core.ops.attention.masks import Documents, Mask, PrefixTrees, Window, hidden_keys, with_window
+from megatron.core.ops.attention.masks import (
+    Documents,
+    Mask,
+    PrefixTrees,
+    QueriesOfTrees,
+    Window,
+    hidden_keys,
+    with_window,
+)
 from megatron.core.ops.attention.sliding_window import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
@@ -100,15 +108,20 @@ def attention_by_document(
 ) -> Tensor:
     """Run the fused kernel on each document: less work than on the full sample, and no mask.
 
-    q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. window_left: of a window; None: no window.
+    q: [b, n, s, d], of `QueriesOfTrees` its queries alone; k, v: [b, groups, s, d] -> the shape of q. window_left: of a
+    window; None: no window.
     """
     samples = []
     for i, lengths in enumerate(documents.lengths):
-        qs, ks, vs = (x[i : i + 1].split(lengths, dim=2) for x in (q, k, v))  # of one sample, by document
+        query_counts = lengths
+        if isinstance(documents, QueriesOfTrees):
+            query_counts = [len(columns) for columns in documents.columns_by_document]
+        qs = q[i : i + 1].split(query_counts, dim=2)  # of one sample, by document
+        ks, vs = (x[i : i + 1].split(lengths, dim=2) for x in (k, v))
         outs = []
-        trees = documents.visible_by_document[i] if isinstance(documents, PrefixTrees) else [None] * len(lengths)
-        for q_document, k_document, v_document, length, tree in zip(qs, ks, vs, lengths, trees):
-            mask = with_window(None if tree is None else ~tree, window_left, length)
+        trees = documents.hidden_by_document[i] if isinstance(documents, PrefixTrees) else [None] * len(lengths)
+        for q_document, k_document, v_document, length, hidden in zip(qs, ks, vs, lengths, trees):
+            mask = with_window(hidden, window_left, length)
             outs.append(fused_attention(q_document, k_document, v_document, mask, dropout))
         samples.append(torch.cat(outs, dim=2))
     return torch.cat(samples)
@@ -189,6 +202,11 @@ _EAGER_TILES = Kernel(
 _FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled", computes=SOFTMAX)
 _OURS = dict(zip(OUR_KERNELS, (_FUSED, _FUSED, _FUSED, _TILED, _EAGER_TILES, _PLAIN, _PLAIN), strict=True))
 KERNELS: Registry[Kernel] = Registry("KERNELS", Kernel, _OURS)
+
+
+def takes_fewer_queries(name: str) -> bool:
+    """Return whether the kernel of this value of --attention-backend reads `QueriesOfTrees`: torch's fused one does."""
+    return name in KERNELS and KERNELS[name].compute is fused_attention
 
 
 def attention_function(name: str) -> str:
