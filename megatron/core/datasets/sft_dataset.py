@@ -49,7 +49,7 @@ from megatron.core.tokenizers.chat_template import ChatTemplate
 from megatron.core.tokenizers.hf_special_tokens import read_json_object
 
 _TOKENS, _MASK = "_sft_document", "_sft_loss_mask_document"  # ends of the prefixes of token and mask files
-_FORMAT = 1  # raise it if the same records give other tokens
+_FORMAT = 2  # raise it if the same records give other tokens
 _SHOWN_CHARACTERS = 2000  # of the first example
 _REASONS = 6  # reasons of unusable lines that are told
 _NO_EPOCH = "a blend with weights has no epoch, since its files are repeated as the weights ask; "
@@ -254,11 +254,12 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _cached_prefix(path: str, config: DataConfig, encoder: SFTEncoder) -> Path:
-    """Return where the encoded form of a file is kept: its name is a hash of all that the tokens depend on."""
+    """Return where the encoded form of a file is kept: its name is a hash of all that the tokens depend on.
+
+    --seq-length is not among it: examples are cut and packed as they are read.
+    """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    _add_file(digest, path)
     template = encoder.template
     fast = encoder.fast
     settings = {
@@ -266,14 +267,24 @@ def _cached_prefix(path: str, config: DataConfig, encoder: SFTEncoder) -> Path:
         "template": None if template is None else [template.source, template.special_tokens],
         "split_turns": encoder.split_turns,
         "ends": sorted(encoder.end_ids),
+        "eod": encoder.tokenizer.eod,
         "tokenizer": [tokenizer_name(encoder.tokenizer) if fast is None else "", encoder.tokenizer.vocab_size],
         "changes": None if fast is None else fast.hashed_changes,
     }
     digest.update(json.dumps(settings, sort_keys=True).encode())
     if fast is not None:
-        digest.update(Path(fast.path).read_bytes())
+        digest.update(fast.library.to_str().encode())  # with merges and patterns that the file alone does not hold
+    elif (model := getattr(encoder.tokenizer, "path", None)) and Path(model).is_file():
+        _add_file(digest, model)
     folder = Path(config.data_cache_path or Path(path).resolve().parent / "cache")
     return folder / "SFTDataset" / digest.hexdigest()[:32]
+
+
+def _add_file(digest: Any, path: str) -> None:
+    """Add the bytes of a file to a hash."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
 
 
 def _encode_once(path: str, prefix: Path, encoder: SFTEncoder, build: BuildContext) -> None:
