@@ -260,7 +260,7 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "get_gpt_heterogeneous_layer_spec",
     "megatron.core.models.hybrid.hybrid_model": "HybridModel",
     "megatron.core.models.mamba": "MambaModel",
-    "megatron.training.datasets.sft_dataset": "MockSFTDataset SFTDataset",
+    "megatron.training.datasets.sft_dataset": "MockSFTDataset",
     "megatron.training.distillation": "LossFuncCallable",
     "megatron.core.tensor_parallel.utils": "dist_all_gather_func",
     "megatron.core": "register_safe_globals safe_load_from_bytes",

@@ -61,6 +61,6 @@ def rotated_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _for_heads(factors: Tensor, x: Tensor) -> Tensor:
-    """Return cosines or sines [s, b or 1, width / 2] as they multiply all heads of x [s, b, .., d]: [s, b or 1, 1.., width / 2]."""
+    """Return factors [s, b or 1, width / 2] as they multiply all heads of x [s, b, .., d]: [s, b or 1, 1.., width / 2]."""
     s, b, half = factors.shape
     return factors.view(s, b, *(1,) * (x.dim() - 3), half)
