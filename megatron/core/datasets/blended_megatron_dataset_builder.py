@@ -136,7 +136,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_own_class(self) -> list[Any]:
         """Build data sets of a script's own class, which every rank builds by itself."""
         if not isinstance(self.cls, type):
-            self.cls()  # a class of Megatron's that is not built here, such as SFTDataset, says what to do instead
+            self.cls()  # a class of Megatron's that is not built here, such as MockSFTDataset, says what to do instead
         data = self.config.data
         if data.has_own_splits:
             blends = self.config.blend_per_split

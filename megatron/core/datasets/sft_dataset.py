@@ -19,7 +19,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,13 +43,13 @@ from megatron.core.datasets.sft_examples import (
     marked_text,
     read_json_line,
 )
-from megatron.core.datasets.vocab_check import concatenate_checked, tokenizer_name
+from megatron.core.datasets.vocab_check import concatenate_checked, tokenizer_name, tokenizer_path
 from megatron.core.storage.atomic_file import atomic_file
 from megatron.core.tokenizers.chat_template import ChatTemplate
 from megatron.core.tokenizers.hf_special_tokens import read_json_object
 
 _TOKENS, _MASK = "_sft_document", "_sft_loss_mask_document"  # ends of the prefixes of token and mask files
-_FORMAT = 1  # raise it if the same records give other tokens
+_FORMAT = 2  # raise it if the same records give other tokens
 _SHOWN_CHARACTERS = 2000  # of the first example
 _REASONS = 6  # reasons of unusable lines that are told
 _NO_EPOCH = "a blend with weights has no epoch, since its files are repeated as the weights ask; "
@@ -254,11 +254,12 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _cached_prefix(path: str, config: DataConfig, encoder: SFTEncoder) -> Path:
-    """Return where the encoded form of a file is kept: its name is a hash of all that the tokens depend on."""
+    """Return where the encoded form of a file is kept: its name is a hash of all that the tokens depend on.
+
+    --seq-length is not among it: examples are cut and packed as they are read.
+    """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    _add_file(digest, path)
     template = encoder.template
     fast = encoder.fast
     settings = {
@@ -266,14 +267,26 @@ def _cached_prefix(path: str, config: DataConfig, encoder: SFTEncoder) -> Path:
         "template": None if template is None else [template.source, template.special_tokens],
         "split_turns": encoder.split_turns,
         "ends": sorted(encoder.end_ids),
+        "eod": encoder.tokenizer.eod,
         "tokenizer": [tokenizer_name(encoder.tokenizer) if fast is None else "", encoder.tokenizer.vocab_size],
         "changes": None if fast is None else fast.hashed_changes,
     }
     digest.update(json.dumps(settings, sort_keys=True).encode())
     if fast is not None:
-        digest.update(Path(fast.path).read_bytes())
+        digest.update(fast.library.to_str().encode())  # with merges and patterns that the file alone does not hold
+    else:
+        model = tokenizer_path(encoder.tokenizer)
+        if model is not None and Path(model).is_file():
+            _add_file(digest, model)
     folder = Path(config.data_cache_path or Path(path).resolve().parent / "cache")
     return folder / "SFTDataset" / digest.hexdigest()[:32]
+
+
+def _add_file(digest: Any, path: str) -> None:
+    """Add the bytes of a file to a hash."""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
 
 
 def _encode_once(path: str, prefix: Path, encoder: SFTEncoder, build: BuildContext) -> None:
@@ -318,7 +331,7 @@ def build_sft_datasets(
         raise ConfigError(problems)
     rules = token_rules(config, tokenizer)
     blends = config.blends()
-    opened = _encode_and_open(config, tokenizer, build)
+    opened = encode_and_open(config, tokenizer, build)
     shares = (1.0, 1.0, 1.0) if config.has_own_splits else parse_split(config.split_shares)
     datasets: list[SFTDataset | BlendedDataset | None] = []
     for number, (split, blend, count) in enumerate(zip(SPLIT_NAMES, blends, num_samples)):
@@ -376,13 +389,18 @@ def build_sft_datasets(
     return tuple(datasets)
 
 
-def _encode_and_open(
-    config: DataConfig, tokenizer: Any, build: BuildContext, polls: bool = False
+def encode_and_open(
+    config: DataConfig, tokenizer: Any, build: BuildContext, *, polls: bool = False, paths: Sequence[str] | None = None
 ) -> dict[str, tuple[IndexedDataset, IndexedDataset]]:
-    """Return (tokens, masks) of each data path. The builder encodes; the others wait, with `polls` for its files."""
-    if problems := config.missing_files():
-        raise ConfigError(problems)
-    paths = dict.fromkeys(path for blend in config.blends() if blend is not None for path in blend.prefixes)
+    """Return (tokens, masks) of each data path. The builder encodes; the others wait, with `polls` for its files.
+
+    paths: default: those of the config. Raises ConfigError.
+    """
+    if paths is None:
+        if problems := config.missing_files():
+            raise ConfigError(problems)
+        paths = [path for blend in config.blends() if blend is not None for path in blend.prefixes]
+    paths = list(dict.fromkeys(paths))
     encoder = make_encoder(config, tokenizer)
     prefixes: dict[str, str] = {}
     try:
@@ -414,7 +432,7 @@ def _encode_and_open(
 def samples_of_epochs(config: DataConfig, tokenizer: Any, seed: int, epochs: int, *, is_builder: bool) -> int:
     """Return the training samples of so many epochs, before any process group exists. The builder encodes the files."""
     build = BuildContext(is_builder=is_builder, say=lambda line: None)
-    opened = _encode_and_open(config, tokenizer, build, polls=True)
+    opened = encode_and_open(config, tokenizer, build, polls=True)
     blend = config.blends()[0]
     if blend is None:
         raise ConfigError("no training data: give --data-path or --train-data-path")
@@ -433,7 +451,21 @@ def samples_of_epochs(config: DataConfig, tokenizer: Any, seed: int, epochs: int
 def _examples_of_split(
     files: list[tuple[IndexedDataset, IndexedDataset]], share: tuple[Any, int] | None, seq_length: int
 ) -> tuple[int, int, SFTExamples]:
-    """Return (examples left out, examples cut, the examples of a split).
+    """Return `examples_in` of a split. share: (the shares of all splits, the split's number); None: all documents."""
+    spans = []
+    for tokens, _ in files:
+        span = (0, len(tokens))
+        if share is not None:
+            shares, number = share
+            span = split_ranges(shares, len(tokens))[number] or (0, 0)
+        spans.append(range(*span))
+    return examples_in(files, spans, seq_length)
+
+
+def examples_in(
+    files: list[tuple[IndexedDataset, IndexedDataset]], documents: Sequence[Iterable[int]], seq_length: int
+) -> tuple[int, int, SFTExamples]:
+    """Return (examples left out, examples cut, the examples among these documents of each file).
 
     An example of more than seq_length + 1 tokens is cut after the last answer that is whole; the first answer is cut itself
     where it does not fit.
@@ -443,12 +475,7 @@ def _examples_of_split(
     for file, (tokens, masks) in enumerate(files):
         if len(tokens) != len(masks) or not np.array_equal(tokens.sequence_lengths, masks.sequence_lengths):
             raise ConfigError(f"{tokens.prefix} and {masks.prefix} do not belong together: make them again")
-        first, past = 0, len(tokens)
-        if share is not None:
-            shares, number = share
-            span = split_ranges(shares, len(tokens))[number]
-            first, past = span or (0, 0)
-        for document in range(first, past):
+        for document in documents[file]:
             length = int(tokens.sequence_lengths[document])
             if length > seq_length + 1:
                 length = _whole_answers(masks.get(document, 0, seq_length + 2), seq_length + 1)

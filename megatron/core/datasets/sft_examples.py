@@ -1,7 +1,7 @@
 """Turn records for fine-tuning into tokens, and which of them give loss: the answers, with the tokens that end them.
 
     {"messages": [{"role": "user", "content": ".."}, ..]}                OpenAI's form, by the model's chat template
-    {"conversations": [{"from": "human", "value": ".."}, ..]}            ShareGPT's, likewise
+    {"conversations": [{"from": "human", "value": ".."}, ..]}            ShareGPT's, likewise; from function_call: calls of tools
     {"prompt": "..", "completion": ".."}                                 texts, or lists of messages
     {"input": "..", "output": ".."}                                      texts with a space between
     {"instruction": "..", "input": "..", "output": ".."}                 Alpaca's, with LLaMA-Factory's `system` and `history`
@@ -27,7 +27,7 @@ from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateErr
 # ShareGPT's names of roles, and ours
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
@@ -106,10 +106,12 @@ class SFTEncoder:
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise UnusableRecord("has a message that is no object with a role")
-        messages = [self._with_text(message) for message in messages]
+        messages = [_in_openai_form(self._with_text(message)) for message in messages]
         weights = [_weight_of(message) for message in messages]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         variables = {key: record[key] for key in ("tools", "documents") if record.get(key) is not None}
+        if isinstance(variables.get("tools"), str):  # LLaMA-Factory's
+            variables["tools"] = _tools_in(variables["tools"])
         if isinstance(record.get("chat_template_kwargs"), dict):  # TRL's key
             variables |= record["chat_template_kwargs"]
         written = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
@@ -182,9 +184,31 @@ class SFTEncoder:
                 raise UnusableRecord(
                     "has calls of tools, which the chat template leaves out; give one that writes them"
                 )
+            self._check_results(template, messages, variables, rendered.text)
             return rendered
         except ChatTemplateError as error:
             raise UnusableRecord(str(error)) from None
+
+    @staticmethod
+    def _check_results(
+        template: ChatTemplate, messages: list[dict[str, Any]], variables: Mapping[str, Any], text: str
+    ) -> None:
+        """Raise UnusableRecord if the template leaves out what a tool has answered. text: the rendered conversation."""
+        unseen = [
+            m
+            for m in messages
+            if m["role"] == "tool" and isinstance(m.get("content"), str) and m["content"] not in text
+        ]
+        if not unseen:
+            return
+        # it may be there in another form, as JSON: then the text follows it
+        others = [{**m, "content": m["content"] * 2} if m in unseen else m for m in messages]
+        try:
+            is_read = template.render(others, **variables) != template.render(messages, **variables)
+        except ChatTemplateError:
+            is_read = True
+        if not is_read:
+            raise UnusableRecord("has results of tools, which the chat template leaves out; give one that writes them")
 
     def _checked_template(self) -> ChatTemplate:
         name = tokenizer_name(self.tokenizer)
@@ -277,6 +301,45 @@ def _weight_of(message: Mapping[str, Any]) -> int:
     return int(weight)
 
 
+def _in_openai_form(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with OpenAI's first form of a call, `function_call` and the role function, in that of `tool_calls`."""
+    if message["role"] == "function":
+        return {**message, "role": "tool"}
+    call = message.get("function_call")
+    if not isinstance(call, dict) or message.get("tool_calls"):
+        return message
+    message = {key: value for key, value in message.items() if key != "function_call"}
+    return message | {"tool_calls": [{"type": "function", "function": call}]}
+
+
+def _calls_in(text: Any) -> list[dict[str, Any]]:
+    """Return the calls that a ShareGPT turn from function_call has as JSON: of one function, or a list. Raises UnusableRecord."""
+    try:
+        given = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        given = None
+    functions = given if isinstance(given, list) else [given]
+    if not functions or not all(
+        isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
+        for function in functions
+    ):
+        raise UnusableRecord("has a turn from function_call that is no JSON with name and arguments, or a list of such")
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _tools_in(text: str) -> list[Any] | None:
+    """Return the tools that a record has as a text of JSON; None without any. Raises UnusableRecord."""
+    if not text.strip():
+        return None
+    try:
+        tools = json.loads(text)
+    except (ValueError, RecursionError):
+        tools = None
+    if not isinstance(tools, list):
+        raise UnusableRecord("has tools that are a text, which is no list in JSON")
+    return tools or None
+
+
 def _functions_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     calls = message.get("tool_calls")
     calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
@@ -322,7 +385,10 @@ def _of_sharegpt(encoder: SFTEncoder, record: Mapping[str, Any]) -> Iterator[Exa
         role = _ROLES.get(turn.get("from", turn.get("role")))
         if role is None:
             raise UnusableRecord(f"has a turn from {turn.get('from')!r:.40}; known are {', '.join(_ROLES)}")
-        messages.append({"role": role, "content": turn.get("value", turn.get("content")), "weight": turn.get("weight")})
+        message = {"role": role, "content": turn.get("value", turn.get("content")), "weight": turn.get("weight")}
+        if turn.get("from", turn.get("role")) == "function_call":
+            message |= {"content": "", "tool_calls": _calls_in(message["content"])}
+        messages.append(message)
     return encoder._conversation(record, messages)
 
 

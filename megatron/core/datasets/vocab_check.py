@@ -17,8 +17,13 @@ from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 def tokenizer_name(tokenizer: Any) -> str:
     """Return the name of a tokenizer for messages: its type, and its file if it has one."""
     name = getattr(tokenizer, "name", type(tokenizer).__name__)
-    path = getattr(tokenizer, "path", None)
+    path = tokenizer_path(tokenizer)
     return f"{name} {path}" if path else name
+
+
+def tokenizer_path(tokenizer: Any) -> str | None:
+    """Return the file or folder that a tokenizer was read from; None for one without."""
+    return getattr(tokenizer, "path", None) or None
 
 
 class CappedVocabTokenizer:

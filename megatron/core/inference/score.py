@@ -8,9 +8,9 @@ continuation sees another. Rows are packed one behind the other, so that nothing
     tokens       c c c | x x | y | d d | z            two contexts, c with the choices x x . and y ., d with z z .
     positions    0 1 2   3 4   3   0 1   2            the last token of a choice is predicted, never read
 
-The last layer's projection and MLP, and logits, are computed for the tokens that predict alone; logits stay sharded over the
-vocabulary. Where a model cannot be
-packed (`packs`), each continuation is a row of its own, and rows of similar lengths share a batch, padded on the right.
+The last layer's queries, projection and MLP, and logits, are computed for the tokens that predict alone; logits stay sharded
+over the vocabulary. Where a model cannot be packed (`packs`), each continuation is a row of its own, and rows of similar
+lengths share a batch, padded on the right.
 
 The plan of batches depends on the requests alone; batches are dealt to the replicas, each of which runs its own.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # heads [s, b, n, d], cosines and sines [s, b or 1, width / 2]
+Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # heads [s, b, .., d], cosines and sines [s, b or 1, width / 2]
 
 
 def apply_rotary(x: Tensor, angles: Tensor, amplitude: float = 1.0, rotation: "Rotation | None" = None) -> Tensor:
@@ -37,23 +37,29 @@ def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> t
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs of features i and i + width / 2.
 
-    x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]
+    x: [s, b, .., d], of heads or groups of heads; cos, sin: [s, b or 1, width / 2] -> the shape of x
     """
     half = cos.shape[-1]
-    cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
-    sin = sin.unsqueeze(2)
+    cos = _for_heads(cos, x)
+    sin = _for_heads(sin, x)
     # a split, whose backward is one pass; that of a slice sets zeros and adds for the whole head
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)  # the rest is not rotated
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def rotated_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of features 2 i and 2 i + 1. x: [s, b, n, d], cos, sin: [s, b or 1, width / 2] -> [s, b, n, d]"""
+    """Rotate pairs of features 2 i and 2 i + 1. x: [s, b, .., d], cos, sin: [s, b or 1, width / 2] -> the shape of x"""
     width = 2 * cos.shape[-1]
-    cos = cos.unsqueeze(2)  # [s, b or 1, 1, width / 2]
-    sin = sin.unsqueeze(2)
+    cos = _for_heads(cos, x)
+    sin = _for_heads(sin, x)
     first = x[..., :width:2]
     second = x[..., 1:width:2]
     rest = x[..., width:]  # not rotated
-    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)  # [s, b, n, width / 2, 2]
+    pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)  # [s, b, .., width / 2, 2]
     return torch.cat((pairs.flatten(-2), rest), dim=-1)
+
+
+def _for_heads(factors: Tensor, x: Tensor) -> Tensor:
+    """Return factors [s, b or 1, width / 2] as they multiply all heads of x [s, b, .., d]: [s, b or 1, 1.., width / 2]."""
+    s, b, half = factors.shape
+    return factors.view(s, b, *(1,) * (x.dim() - 3), half)

@@ -141,7 +141,10 @@ def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up of x + bias. x: [.., gate | up], bias: [gate | up] -> [.., f]"""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    activated = functional.silu(gate)
+    if not torch.is_grad_enabled():
+        return activated.mul_(up)  # no backward needs it
+    return activated * up
 
 
 def _gated_silu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:

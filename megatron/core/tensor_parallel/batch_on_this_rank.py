@@ -17,7 +17,7 @@ _METADATA = ("cu_seqlens", "cu_seqlens_padded", "hybrid_cp_group", "local_cp_siz
 _INTEGERS = ("labels", "position_ids", "tokens")
 
 
-@accepts_defaults_only(has_cu_seqlens=False, is_sft=False, is_hybrid_cp=False, mtp_on_this_rank=False)
+@accepts_defaults_only(is_hybrid_cp=False, mtp_on_this_rank=False)
 def get_batch_on_this_tp_rank(
     batch: dict[str, Any],
     *,
@@ -31,14 +31,17 @@ def get_batch_on_this_tp_rank(
     pipeline_model_parallel_size: int = 1,
     is_pipeline_first_stage: bool = False,
     is_pipeline_last_stage: bool = False,
+    has_cu_seqlens: bool = False,
+    is_sft: bool = False,
 ) -> dict[str, Any]:
     """Broadcast a batch that the first tensor-parallel rank has read. Every tensor-parallel rank of the stage must call.
 
     batch: on the first rank tokens, labels, loss_mask, position_ids, [b, s] each, and in a run with
     --reset-attention-mask document_ids [b, s]; on the others its content does not matter. The result has Megatron's
     entries by name, in alphabetical order. In a run attention_mask is `Documents`, or None where attention is causal
-    over the whole sample, which is faster than a mask; outside of one it is the batch's, bool [b, 1, s, s]. The other
-    arguments are Megatron's; groups and sizes are those of the process.
+    over the whole sample, which is faster than a mask; outside of one it is the batch's, bool [b, 1, s, s]. is_sft,
+    has_cu_seqlens: in a run with --sft the mask has the borders of examples, and cu_seqlens is None; otherwise they raise
+    NotImplementedError. The other arguments are Megatron's; groups and sizes are those of the process.
     """
     del broadcast_src_rank, broadcast_group, cp_size, tp_rank
     del micro_batch_size, seq_length, pipeline_model_parallel_size, is_pipeline_first_stage, is_pipeline_last_stage
@@ -48,6 +51,11 @@ def get_batch_on_this_tp_rank(
     # integers and floats apart
     integers = list(_INTEGERS)
     run = get_global_state().run
+    if (is_sft or has_cu_seqlens) and not (run is not None and run.config.data.sft):
+        raise NotImplementedError(
+            "get_batch_on_this_tp_rank: is_sft and has_cu_seqlens are built for a run with --sft alone, where documents are "
+            "masked; leave them at False, and give --reset-attention-mask to mask the documents of other data"
+        )
     if run is not None and run.config.data.reset_attention_mask:
         integers.append("document_ids")
     shared: dict[str, Any] = dict(broadcast_tensors(integers, batch, torch.int64, tp, device))  # [b, s] each

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.ops.apply_rotary_angles import apply_rotary, cosines_and_sines, rotated, rotated_interleaved
+from megatron.core.ops.apply_rotary_angles import cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.ops.attention.kv_cache import AttentionCache
-from megatron.core.ops.attention.masks import Mask, with_window
+from megatron.core.ops.attention.masks import Mask, QueriesOfTrees, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
@@ -127,9 +127,10 @@ class ParallelAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, angles: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor:
-        core_attn_out = self.core_attn_out(x, mask, angles, cache)  # [s, b, n/t d]
-        if self.wanted_rows is not None:
-            core_attn_out = core_attn_out[self.wanted_rows]
+        if self.wanted_rows is None:
+            core_attn_out = self.core_attn_out(x, mask, angles, cache)  # [s, b, n/t d]
+        else:
+            core_attn_out = self.core_attn_out_of_rows(self.wanted_rows, x, mask, angles)  # [rows, b, n/t d]
         return self.linear_proj(core_attn_out)[0]  # [s, b, h], or of the wanted rows
 
     def core_attn_out(
@@ -140,6 +141,23 @@ class ParallelAttention(nn.Module):
         Arguments are those of forward. Every rank of tp must call.
         """
         return self.attend(self.get_query_key_value_tensors(*self.linear_qkv(x), angles), mask, cache)
+
+    def core_attn_out_of_rows(self, rows: Tensor, x: Tensor, mask: Mask, angles: Tensor | None) -> Tensor:
+        """Return `core_attn_out` of these rows alone, [rows, b, n/t d]. rows: indices in s, ascending.
+
+        Where the core attention can, it is given no other queries. Every rank of tp must call.
+        """
+        heads = self.get_query_key_value_tensors(*self.linear_qkv(x), angles)
+        has_window = with_window(mask, self.window_left, len(x)) is not mask
+        core = self.core_attention
+        if (
+            type(core) is CoreAttention
+            and core.takes_fewer_queries(mask)
+            and not has_window
+            and 2 * len(rows) <= len(x)
+        ):
+            return core(heads.q[rows], heads.k, heads.v, QueriesOfTrees(mask, rows))
+        return self.attend(heads, mask)[rows]
 
     def get_query_key_value_tensors(
         self, mixed_qkv: Tensor, bias: Tensor | None, angles: Tensor | None = None
@@ -168,6 +186,12 @@ class ParallelAttention(nn.Module):
         if bias is not None:
             mixed_qkv = mixed_qkv + bias.view(mixed_qkv.shape[2:])
         q, k, v = mixed_qkv.split([self.heads_per_group, 1, 1], dim=3)
+        if angles is not None and self.q_layernorm is None and self.clip is None:
+            # rotated while they are views of the product, which `flatten` would copy
+            cos, sin = cosines_and_sines(angles, self.amplitude, mixed_qkv.dtype)
+            q = self.rotation(q, cos, sin)
+            k = self.rotation(k, cos, sin)
+            angles = None
         heads = Heads(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))  # [s, b, n/t, d], [s, b, groups/t, d] twice
         if self.q_layernorm is not None:
             q, k = qk_norm((self.q_layernorm, self.k_layernorm), heads.q, heads.k, self.qk_norm_axis)
@@ -175,9 +199,8 @@ class ParallelAttention(nn.Module):
         if self.clip is not None:
             heads = Heads(*(x.clamp(-self.clip, self.clip) for x in heads))
         if angles is not None:
-            q = apply_rotary(heads.q, angles, self.amplitude, self.rotation)
-            k = apply_rotary(heads.k, angles, self.amplitude, self.rotation)
-            heads = heads._replace(q=q, k=k)
+            cos, sin = cosines_and_sines(angles, self.amplitude, mixed_qkv.dtype)
+            heads = heads._replace(q=self.rotation(heads.q, cos, sin), k=self.rotation(heads.k, cos, sin))
         return heads
 
     def attend(self, heads: "Heads", mask: Mask = None, cache: AttentionCache | None = None) -> Tensor:

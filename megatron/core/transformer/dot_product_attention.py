@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.context_parallel.cp_attention import AttentionInputs
-from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback
-from megatron.core.ops.attention.masks import Mask, MaskWithBias
+from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback, takes_fewer_queries
+from megatron.core.ops.attention.masks import Mask, MaskWithBias, PrefixTrees
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import CountsFlops, Flops, LayerInput, attention_flops, flops_of
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
@@ -87,6 +87,16 @@ class CoreAttention(nn.Module):
         # a script's own kernel need not take the options of a softmax that is plain
         options = () if scoring is None else (scoring,)
         return kernel.compute(q, k, v, mask, self.dropout, *options).permute(2, 0, 1, 3)  # [s, b, n, d]
+
+    def takes_fewer_queries(self, mask: Mask) -> bool:
+        """Return whether forward takes some queries of `PrefixTrees` alone, with the mask `QueriesOfTrees`."""
+        has_plain_softmax = self.softcap is None and not self.sinks
+        return (
+            type(mask) is PrefixTrees
+            and has_plain_softmax
+            and self.method is None
+            and takes_fewer_queries(self.backend)
+        )
 
     def count_flops(self, x: LayerInput) -> Flops:
         return attention_flops(x, self.width)

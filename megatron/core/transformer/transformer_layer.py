@@ -123,7 +123,7 @@ class TransformerLayer(MegatronModule):
 
     gives_hidden_states = True  # for --inspect: the first result is [s, b, h] ([s/t, b, h])
     # Evaluation asks the last layer for these rows alone, indices in s; the forward's result is then [rows, b, h]. All rows
-    # are keys and values; projection and MLP are computed for the wanted ones.
+    # are keys and values; attention, projection and MLP are computed for the wanted ones.
     wanted_rows: Tensor | None = None
 
     @accepts_defaults_only("hidden_dropout", pg_collection=OWN_GROUPS, model_comm_pgs=OWN_GROUPS_BY_NAME)

@@ -13,7 +13,7 @@ from megatron.core.inference.load_model import even_layers, single_rank_mesh
 from megatron.core.inference.score import deal, packed_batches, padded_batches, rows_of, score
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kernels import KERNELS
-from megatron.core.ops.attention.masks import PrefixTrees
+from megatron.core.ops.attention.masks import PrefixTrees, QueriesOfTrees
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -169,4 +169,10 @@ def test_kernels_agree_on_continuations_of_one_beginning():
         want[:, :, columns] = KERNELS["fused"].compute(*(x[:, :, columns] for x in (q, k, v)), None, None)
     got = KERNELS["fused"].compute(q, k, v, mask, None)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    # some of the queries alone: of one document several, of the other its last
+    asked = torch.tensor([2, 4, 5, 10])
+    of_asked = QueriesOfTrees(mask, asked)
+    for kernel in ("fused", "unfused"):
+        got = KERNELS[kernel].compute(q[:, :, asked], k, v, of_asked, lambda probabilities: probabilities)
+        torch.testing.assert_close(got, want[:, :, asked], rtol=0, atol=1e-14)
     assert mask.mask[0, 0, 5].tolist() == [False, False, False, True, True, False, True, True, True, True, True]

@@ -162,6 +162,70 @@ def test_openai_messages_are_rendered_as_a_template_can_read_them(tmp_path: Path
         encoded(make_encoder(DataConfig(), tokenizer_in(tmp_path, CHATML)), {"messages": messages})
 
 
+# a template with roles of tools, which writes results as JSON
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>tools\n' ~ (tools | tojson) ~ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>tool\n' ~ (m.content | tojson) ~ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' ~ (c.function | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FUNCTION = {"name": "add", "arguments": {"a": 1}}
+WITH_TOOLS = (
+    '<|im_start|>tools\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n'
+    '<|im_start|>assistant\n>>><call>{"name": "add", "arguments": {"a": 1}}<|im_end|><<<\n'
+    '<|im_start|>tool\n"say \\"2\\""<|im_end|>\n<|im_start|>assistant\n>>>yo<|im_end|><<<\n'
+)
+
+
+def turns(*pairs: tuple[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
+
+
+def test_calls_and_results_of_tools_have_the_template_s_roles_in_every_form(tmp_path: Path):
+    result = 'say "2"'
+    answer = {"role": "assistant", "content": "yo"}
+    call = {"type": "function", "function": FUNCTION}
+    openai = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    openai.insert(2, {"role": "tool", "tool_call_id": "1", "content": result})
+    first_form = [MESSAGES[0], {"role": "assistant", "content": None, "function_call": FUNCTION}, answer]
+    first_form.insert(2, {"role": "function", "name": "add", "content": result})
+    of_sharegpt = [
+        turns(("human", "hi"), ("function_call", json.dumps(value)), (name, result), ("gpt", "yo"))
+        for value, name in ((FUNCTION, "observation"), ([FUNCTION], "tool"))
+    ]
+    records = [{"messages": openai}, {"messages": first_form}, *of_sharegpt]
+    tokenizer = tokenizer_in(tmp_path, TOOLS)
+    for record in records:
+        for tools in ([{"name": "add"}], '[{"name": "add"}]'):
+            assert encoded(make_encoder(DataConfig(), tokenizer), {**record, "tools": tools}) == [WITH_TOOLS]
+        without = WITH_TOOLS[WITH_TOOLS.index("<|im_start|>user") :]
+        assert encoded(make_encoder(DataConfig(), tokenizer), {**record, "tools": ""}) == [without]
+
+
+def test_what_is_no_call_or_left_out_by_the_template_is_counted(tmp_path: Path):
+    leaves_out = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+    asked = ("human", "hi")
+    lines = [
+        turns(asked, ("gpt", "yo")),
+        turns(asked, ("function_call", "add(1)"), ("observation", "2"), ("gpt", "yo")),
+        turns(asked, ("function_call", '{"name": "add"}'), ("gpt", "yo")),
+        turns(asked, ("observation", "2"), ("gpt", "yo")),
+        {**turns(asked, ("gpt", "yo")), "tools": "add"},
+        turns(asked, ("robot", "yo")),
+    ]
+    said: list[str] = []
+    dataset = build(config_of(write_lines(tmp_path / "a", lines)), tokenizer_in(tmp_path, leaves_out), said=said)
+    assert len(dataset.examples) == 1
+    (told,) = [line for line in said if "cannot be used" in line]
+    assert (
+        "5 of 6 lines cannot be used: 2 has a turn from function_call that is no JSON with name and arguments" in told
+    )
+    assert "1 has results of tools, which the chat template leaves out; give one that writes them (line 4)" in told
+    assert "1 has tools that are a text, which is no list in JSON (line 5)" in told
+    assert "has a turn from 'robot'" in told
+
+
 def test_examples_are_packed_whole_and_in_order():
     slots = np.array([3, 4, 2, 9, 1, 1, 9])
     assert [x.tolist() for x in pack(slots, np.arange(7), 9)] == [[0, 1, 2], [3], [4, 5], [6]]
@@ -267,6 +331,57 @@ def test_lines_that_cannot_be_used_are_counted_by_reason(tmp_path: Path):
     again: list[str] = []
     build(config_of(path), tokenizer_in(tmp_path), said=again)
     assert told in again and not any("examples of the form" in line for line in again)
+
+
+def test_a_cache_is_that_of_the_data_the_tokenizer_and_the_template(tmp_path: Path):
+    """Each change makes tokens anew; another sequence length reads the same ones."""
+    data = write_lines(tmp_path / "a.jsonl", chats(3))
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "ab", "completion": "abc"}])
+    folder = tmp_path / "tokenizer"
+
+    def made(path: Path, tokenizer: Any, **more: Any) -> int:
+        """Return how many caches there are now."""
+        build(config_of(path, data_cache_path=str(tmp_path / "cache"), **more), tokenizer)
+        return len(list((tmp_path / "cache").rglob("*.json")))
+
+    assert made(data, tokenizer_in(folder)) == 1
+    assert made(data, tokenizer_in(folder), seq_length=128) == 1
+    assert made(data, tokenizer_in(folder, CHATML.replace("m.content", "' ' + m.content"))) == 2
+    (tmp_path / "template").write_text(CHATML + "{# mine #}")
+    assert made(data, tokenizer_in(folder), chat_template=str(tmp_path / "template")) == 3
+    assert made(data, tokenizer_in(folder), sft_split_turns=True) == 4
+    write_lines(data, chats(4))
+    assert made(data, tokenizer_in(folder)) == 5
+
+    # the tokenizer's own file, and what ends a document among the same stop ids
+    library = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = library["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(library))
+    assert made(data, build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", tokenizer_model=str(folder)))) == 6
+    tokenizer = tokenizer_in(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, END]}))
+    assert made(pairs, tokenizer) == 7
+    tokenizer.eod = 256
+    assert made(pairs, tokenizer) == 8
+
+    # merges, which are in a second file
+    bpe = TokenizerConfig("GPT2BPETokenizer", vocab_file=str(tmp_path / "vocab"), merge_file=str(tmp_path / "merges"))
+    names = ["a", "b", "c", "ab", "bc", "<|endoftext|>"]
+    (tmp_path / "vocab").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    for count, merge in ((9, "a b"), (10, "b c")):
+        (tmp_path / "merges").write_text(f"#version: 0.2\n{merge}\n")
+        assert made(pairs, build_tokenizer(bpe)) == count
+
+
+def test_the_file_of_a_tokenizer_of_another_kind_is_part_of_its_cache(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "1 2", "completion": "3 4"}])
+    tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=40))
+    tokenizer.path = str(tmp_path / "model")
+    for count, content in ((1, "one"), (2, "two")):
+        (tmp_path / "model").write_text(content)
+        build(config_of(path), tokenizer)
+        assert len(list((tmp_path / "cache").rglob("*.json"))) == count
 
 
 @pytest.mark.parametrize(

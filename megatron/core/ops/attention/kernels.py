@@ -19,7 +19,15 @@ from torch.nn import functional
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.registry import Registry
 from megatron.core.ops.attention.kernel_names import OUR_KERNELS
-from megatron.core.ops.attention.masks import Documents, Mask, PrefixTrees, Window, hidden_keys, with_window
+from megatron.core.ops.attention.masks import (
+    Documents,
+    Mask,
+    PrefixTrees,
+    QueriesOfTrees,
+    Window,
+    hidden_keys,
+    with_window,
+)
 from megatron.core.ops.attention.sliding_window import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
@@ -100,21 +108,27 @@ def attention_by_document(
 ) -> Tensor:
     """Run the fused kernel on each document: less work than on the full sample, and no mask.
 
-    q: [b, n, s, d]; k, v: [b, groups, s, d] -> [b, n, s, d]. window_left: of a window; None: no window.
+    q: [b, n, s, d], of `QueriesOfTrees` its queries alone; k, v: [b, groups, s, d] -> the shape of q. window_left: of a
+    window; None: no window.
     """
     # Splits, since the backward of a slice sets zeros and adds for all samples; and the results of documents are joined with the
     # tokens first, as the layer reads them.
     samples = []
     of_samples = zip(q.split(1), k.split(1), v.split(1), documents.lengths, strict=True)
-    for i, (*of_sample, lengths) in enumerate(of_samples):
-        qs, ks, vs = (x.split(lengths, dim=2) for x in of_sample)  # by document
+    for i, (q_sample, k_sample, v_sample, lengths) in enumerate(of_samples):
+        query_counts = lengths
+        if isinstance(documents, QueriesOfTrees):
+            query_counts = [len(columns) for columns in documents.columns_by_document]
+        qs = q_sample.split(query_counts, dim=2)  # by document
+        ks = k_sample.split(lengths, dim=2)
+        vs = v_sample.split(lengths, dim=2)
         outs = []
-        trees = documents.visible_by_document[i] if isinstance(documents, PrefixTrees) else [None] * len(lengths)
-        for q_document, k_document, v_document, length, tree in zip(qs, ks, vs, lengths, trees):
-            mask = with_window(None if tree is None else ~tree, window_left, length)
-            out = fused_attention(q_document, k_document, v_document, mask, dropout)  # [1, n, length, d]
+        trees = documents.hidden_by_document[i] if isinstance(documents, PrefixTrees) else [None] * len(lengths)
+        for q_document, k_document, v_document, length, hidden in zip(qs, ks, vs, lengths, trees):
+            mask = with_window(hidden, window_left, length)
+            out = fused_attention(q_document, k_document, v_document, mask, dropout)  # [1, n, queries, d]
             outs.append(out.permute(2, 0, 1, 3))
-        samples.append(torch.cat(outs))  # [s, 1, n, d]
+        samples.append(torch.cat(outs))  # [queries, 1, n, d]
     return torch.cat(samples, dim=1).permute(1, 2, 0, 3)
 
 
@@ -193,6 +207,11 @@ _EAGER_TILES = Kernel(
 _FUSED = Kernel(fused_attention, _not_for_fused, instead="tiled", computes=SOFTMAX)
 _OURS = dict(zip(OUR_KERNELS, (_FUSED, _FUSED, _FUSED, _TILED, _EAGER_TILES, _PLAIN, _PLAIN), strict=True))
 KERNELS: Registry[Kernel] = Registry("KERNELS", Kernel, _OURS)
+
+
+def takes_fewer_queries(name: str) -> bool:
+    """Return whether the kernel of this value of --attention-backend reads `QueriesOfTrees`: torch's fused one does."""
+    return name in KERNELS and KERNELS[name].compute is fused_attention
 
 
 def attention_function(name: str) -> str:

@@ -5,6 +5,7 @@ A kernel that reads them never holds an s x s mask.
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -59,17 +60,72 @@ class PrefixTrees(Documents):
         return super().mask | _is_other_branch(self.branches, self.branches)[:, None]
 
     @cached_property
-    def visible_by_document(self) -> list[list[Tensor | None]]:
-        """What each token sees, of each document of each sample: bool [length, length], True where it sees; None: causal."""
-        visible = []
+    def hidden_by_document(self) -> list[list[Tensor | None]]:
+        """The mask of each document of each sample: bool [length, length], True where attention is masked; None: causal."""
+        hidden = []
         for branches, lengths in zip(self.branches, self.lengths, strict=True):
             of_sample: list[Tensor | None] = []
             for own, last in zip(branches.split(lengths), branches.cpu()[torch.tensor(lengths).cumsum(0) - 1].tolist()):
                 # one continuation alone follows its beginning as any text does
                 is_later = torch.ones(len(own), len(own), dtype=torch.bool, device=own.device).triu(1)
-                of_sample.append(None if last <= 1 else ~(is_later | _is_other_branch(own, own)))
-            visible.append(of_sample)
-        return visible
+                of_sample.append(None if last <= 1 else is_later | _is_other_branch(own, own))
+            hidden.append(of_sample)
+        return hidden
+
+
+class QueriesOfTrees(PrefixTrees):
+    """A mask of `PrefixTrees` for some of the tokens as queries, all of them being keys.
+
+    tokens      a b c | d e | f g h         the last one of each document is asked alone: queries 4 7
+    """
+
+    def __init__(self, trees: PrefixTrees, queries: Tensor):
+        """trees: of one sample. queries: [q], the columns of the queries, ascending, of each document one at least."""
+        super().__init__(trees.numbers, trees.branches)
+        self.trees = trees
+        self.queries = queries
+
+    @property
+    def lengths(self) -> list[list[int]]:  # type: ignore[override]
+        """The tokens of each document, which are its keys."""
+        return self.trees.lengths
+
+    @cached_property
+    def columns_by_document(self) -> list[list[int]]:
+        """The columns of the queries of each document. The first call copies from the device and blocks."""
+        (lengths,) = self.lengths
+        ends = list(accumulate(lengths))
+        columns: list[list[int]] = [[] for _ in lengths]
+        document = 0
+        for column in self.queries.tolist():
+            while column >= ends[document]:
+                document += 1
+            columns[document].append(column)
+        return columns
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True where attention is masked, [1, 1, q, s]."""
+        return self.trees.mask[:, :, self.queries]
+
+    @cached_property
+    def hidden_by_document(self) -> list[list[Tensor | None]]:
+        """The mask of each document's queries: bool [queries, length], True where attention is masked."""
+        (lengths,) = self.lengths
+        (trees,) = self.trees.hidden_by_document
+        longest = max(lengths)
+        is_later = torch.ones(longest, longest, dtype=torch.bool, device=self.queries.device).triu(1)
+        hidden: list[Tensor | None] = []
+        past = 0  # column behind the document
+        for length, columns, tree in zip(lengths, self.columns_by_document, trees, strict=True):
+            whole = is_later if tree is None else tree
+            past += length
+            if columns == list(range(past - len(columns), past)):  # its last tokens: a view
+                hidden.append(whole[length - len(columns) : length, :length])
+            else:
+                rows = torch.tensor(columns, device=whole.device) - (past - length)
+                hidden.append(whole[rows, :length])
+        return [hidden]
 
 
 def _is_other_branch(queries: Tensor, keys: Tensor) -> Tensor:
