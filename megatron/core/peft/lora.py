@@ -7,22 +7,28 @@ rows. Each pair is split over tensor-parallel ranks as its linear is: of a colum
 one A by columns. So a rank's W x and B (A x) have the same layout, and only rank-wide tensors are communicated besides.
 """
 
-import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.dropout_masks import MaskWords, column_words
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
-from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.parallel.sequence_shard import SequenceShard
-from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, check_targets_found, parts_of
-from megatron.core.sharding.boxes import slices
-from megatron.core.sharding.initial_values import InitializesFromWeights
-from megatron.core.sharding.placement import Constant, Placement, Rows, pieces
+from megatron.core.peft.adapters import Adapted, Adapter, FusedRows, GivenValues, kaiming_uniform, with_deltas
+from megatron.core.peft.lora_config import (
+    PARTS,
+    WHOLE,
+    LoRAConfig,
+    check_targets_found,
+    parts_of,
+    target_of,
+    target_of_part,
+)
+from megatron.core.peft.lora_of_experts import GivenStackedLoRA, StackedLoRA
+from megatron.core.sharding.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replace_parallel_linears import (
@@ -31,20 +37,7 @@ from megatron.core.tensor_parallel.replace_parallel_linears import (
     output_parameter,
     replace_linears,
 )
-
-
-def kaiming_uniform(x: Tensor) -> Tensor:
-    """PEFT's and litgpt's first values of A: uniform within 1 / sqrt(in)."""
-    return nn.init.kaiming_uniform_(x, a=math.sqrt(5))
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One pair (A, B). values: (A [rank, in], B [out, rank]) of the whole pair, in the rows' order of the part; None: new."""
-
-    rank: int
-    scale: float
-    values: tuple[Tensor, Tensor] | None = None
+from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 
 
 class AdapterDropout(HiddenDropout):
@@ -60,32 +53,18 @@ class AdapterDropout(HiddenDropout):
         return MaskWords(words.lines, column_words(x.shape[2], self.place_on(x.device), self.first_column))
 
 
-class LoRA(nn.Module):
-    """A linear with adapters. forward: as the linear's.
-
-    Parameters beside the linear's own: `lora_a` and `lora_b`, or `lora_a_PART` and `lora_b_PART` for each part.
-    """
+class LoRA(Adapted):
+    """A parallel linear with adapters."""
 
     def __init__(self, linear: ParallelLinear, adapters: dict[str, Adapter], dropout: nn.Module | None = None):
-        super().__init__()
-        self.weight = linear.weight  # by the linear's names
-        self.bias = linear.bias
+        axes = {axis.name: axis for axis in (linear.tp.axis, linear.tp.kv) if axis is not None}
+        super().__init__(linear, adapters, axes)
         self.matmul_state = linear.matmul_state  # of a MatmulBackend
-        vars(self).update(linear=linear)  # no submodule: it would give its parameters a second name
-        self.tp = linear.tp
-        self.adapters = adapters  # by part
         self.lora_dropout = dropout
         self.rows = fused_rows(linear)
-        self.suffixes = {part: f"_{part}" if part else "" for part in adapters}
         for part, adapter in adapters.items():
-            suffix = self.suffixes[part]
-            self.register_parameter(f"lora_a{suffix}", input_parameter(linear, adapter.rank, init=kaiming_uniform))
-            self.register_parameter(f"lora_b{suffix}", _output_parameter_of_part(linear, self.rows, part, adapter.rank))
-
-    def pair(self, part: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return (A, B) of a part, as this rank has them."""
-        suffix = self.suffixes[part]
-        return getattr(self, f"lora_a{suffix}"), getattr(self, f"lora_b{suffix}")
+            a = input_parameter(linear, adapter.rank, init=kaiming_uniform)
+            self.add_pair(part, a, _output_parameter_of_part(linear, self.rows, part, adapter.rank))
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return what the adapters read of x, of its shape."""
@@ -94,58 +73,31 @@ class LoRA(nn.Module):
     def down(self, x: Tensor) -> Tensor:
         """Return A x of all adapters, one behind another: [.., in] -> [.., sum of ranks]. Nothing is communicated."""
         x = self.inputs(x)
-        products = [self.tp.linear(x, self.pair(part)[0]) for part in self.adapters]
+        products = [self.tp.linear(x, a) for _, _, a, _ in self.pairs()]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     def up(self, h: Tensor) -> dict[str, Tensor]:
         """Return scale B h of each part, [s, b, sum of ranks] -> part -> [s, b, rows of the part on this rank]."""
         deltas = {}
         first = 0
-        for part, adapter in self.adapters.items():
+        for part, adapter, _, b in self.pairs():
             own = h[..., first : first + adapter.rank]
             first += adapter.rank
             # the scale on the few columns of h, not on the many of the product
-            deltas[part] = self.tp.linear(adapter.scale * own, self.pair(part)[1])
+            deltas[part] = self.tp.linear(adapter.scale * own, b)
         return deltas
 
     def with_deltas(self, x: Tensor, deltas: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the linear's result for x, with the deltas added to the rows of their parts."""
         y, bias = self.linear(x)
-        if WHOLE in deltas:
-            return y + deltas[WHOLE], bias
-        return AddToParts.apply(y, self.rows, tuple(deltas), *deltas.values()), bias
+        return with_deltas(y, self.rows, deltas), bias
 
     def count_flops(self, x: LayerInput) -> Flops:
         """A frozen weight has no gradient, and the first layer's frozen input needs none."""
         flops = weight_flops(x, self.weight)
-        for part in self.adapters:
-            a, b = self.pair(part)
+        for _, _, a, b in self.pairs():
             flops = flops + weight_flops(x, a) + weight_flops(x.after(a), b)
         return flops
-
-
-class AddToParts(torch.autograd.Function):
-    """y with a term added to the rows of some parts of a fused linear, in one pass over y."""
-
-    @staticmethod
-    def forward(ctx, y: Tensor, rows: "FusedRows", names: tuple[str, ...], *terms: Tensor) -> Tensor:
-        """y: [s, b, out/t]; terms: of the parts `names`, [s, b, rows of the part on this rank] -> [s, b, out/t]"""
-        ctx.rows = rows
-        ctx.names = names
-        of_part = dict(zip(names, terms))
-        total = torch.empty_like(y)
-        for part, source, target in zip(rows.sizes, rows.split(y), rows.split(total)):
-            if part in of_part:
-                torch.add(source, of_part[part].unflatten(-1, (rows.groups, rows.sizes[part])), out=target)
-            else:
-                target.copy_(source)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [s, b, out/t] -> (of y: the same; of each term: its rows). Nothing is saved."""
-        of_part = dict(zip(ctx.rows.sizes, ctx.rows.split(grad)))
-        return grad, None, None, *(of_part[name].flatten(-2) for name in ctx.names)
 
 
 class ColumnLoRA(LoRA):
@@ -172,17 +124,6 @@ class RowLoRA(LoRA):
         return self.with_deltas(x, self.up(h))
 
 
-class GivenValues(InitializesFromWeights):
-    """Adapters that begin with given values, such as those of a PEFT folder, instead of drawn ones."""
-
-    def initialize_from_weights(self) -> None:
-        mesh = {axis.name: axis for axis in (self.tp.axis, self.tp.kv) if axis is not None}
-        for part, adapter in self.adapters.items():
-            for parameter, whole in zip(self.pair(part), adapter.values or ()):
-                for box, local in pieces(parameter.placement, tuple(parameter.shape), mesh):
-                    parameter.data[slices(local)].copy_(whole[slices(box)])
-
-
 class GivenColumnLoRA(GivenValues, ColumnLoRA):
     """A `ColumnLoRA` that begins with given values."""
 
@@ -192,18 +133,6 @@ class GivenRowLoRA(GivenValues, RowLoRA):
 
 
 # ---------------------------------------------------------------- parts of fused linears
-
-
-@dataclass(frozen=True)
-class FusedRows:
-    """How this rank's rows of a fused linear repeat: `groups` times the rows of each part. One part: no fused linear."""
-
-    sizes: dict[str, int]  # part -> rows in a group, on this rank
-    groups: int  # on this rank
-
-    def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the rows of each part: y [s, b, out/t] -> [s, b, groups, size] each."""
-        return y.unflatten(-1, (self.groups, sum(self.sizes.values()))).split(list(self.sizes.values()), dim=-1)
 
 
 def fused_rows(linear: ParallelLinear) -> FusedRows:
@@ -263,28 +192,37 @@ def add_lora(
 ) -> list[str]:
     """Freeze a model chunk and give its linears adapters; return the names of those with one.
 
-    whole: fused linears that all-linear gives one adapter for all rows. values(name, part): the (A, B) with which the adapter
-    of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's `LayerContext`, for dropout.
-    elsewhere: linears that the model has in other chunks, perhaps. Experts' stacked weights get no adapter.
-    Raises ConfigError for targets that the chunk's layers lack.
+    whole: fused linears that all-linear gives one adapter for all rows, as it does experts' gate|up. values(name, part): the
+    (A, B) with which the adapter of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's
+    `LayerContext`, for dropout. elsewhere: linears that the model has in other chunks, perhaps. Raises ConfigError for targets
+    that the chunk's layers lack, and for dropout of experts' inputs.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     found: dict[str, set[str]] = {}
-    linears: set[str] = set()  # of the chunk, by the last component of their names
+    linears: set[str] = set()  # of the chunk, by their targets
 
-    def make(name: str, linear: ParallelLinear) -> nn.Module | None:
-        last = name.rsplit(".", 1)[-1]
-        linears.add(last)
-        rows = fused_rows(linear)
-        parts = parts_of(last, len(rows.sizes) > 1, config.lora_target_modules, whole)
+    def make(name: str, linear: ParallelLinear | StackedLinear) -> nn.Module | None:
+        is_stacked = isinstance(linear, StackedLinear)
+        target = target_of(name)
+        linears.add(target)
+        rows = StackedLoRA.rows_of(linear) if is_stacked else fused_rows(linear)
+        parts = parts_of(target, len(rows.sizes) > 1, config.lora_target_modules, whole)
         if not parts:
             return None
         adapters = {}
         for part in parts:
             begins_with = None if values is None else values(name, part)
             adapters[part] = Adapter(config.lora_rank, config.scale, begins_with)
-        found.setdefault(last, set()).update(adapters)
+        found.setdefault(target, set()).update(target_of_part(target, part) for part in adapters)
+        if is_stacked:
+            if config.lora_dropout > 0:
+                raise ConfigError(
+                    f"--lora-dropout {config.lora_dropout}: adapters of experts ({target}) have no dropout of their inputs, as "
+                    "in PEFT; leave the flag out, or give --lora-target-modules without the experts, such as linear_qkv "
+                    "linear_proj"
+                )
+            return (StackedLoRA if values is None else GivenStackedLoRA)(linear, adapters)
         is_column = isinstance(linear, ColumnParallelLinear)
         dropout = None
         if config.lora_dropout > 0:
@@ -293,11 +231,10 @@ def add_lora(
             return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, dropout)
         return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
 
-    names = replace_linears(chunk, make, output_layer=True)
+    names = replace_linears(chunk, make, output_layer=True, experts=True)
     if linears - {"output_layer"}:
         own = [name for name in config.lora_target_modules if name not in ("output_layer", "lm_head")]
-        has_experts = any(p.placement.reduce_over == EXPERT_DATA_PARALLEL for p in chunk.parameters())
-        check_targets_found(own, found, elsewhere=elsewhere, has_experts=has_experts)
+        check_targets_found(own, found, elsewhere=elsewhere, linears=linears)
     return names
 
 
@@ -305,7 +242,7 @@ def adapter_names(chunk: nn.Module) -> set[str]:
     """Return the names of the parameters of a model chunk that adapters have added."""
     names = set()
     for path, module in chunk.named_modules():
-        if isinstance(module, LoRA):
+        if isinstance(module, Adapted):
             names |= {
                 f"{path}.{name}" for name, _ in module.named_parameters(recurse=False) if name.startswith("lora_")
             }
