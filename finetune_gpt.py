@@ -174,7 +174,7 @@ def values_of(folder: PeftFolder, lora: LoRAConfig) -> Callable[[str, str], Pair
 
     def values(name: str, part: str) -> Pair:
         pair = folder.pairs.get((name, part))
-        if pair is None or pair.a.shape[0] != lora.lora_rank:
+        if pair is None or pair.a.shape[-2] != lora.lora_rank:
             raise ConfigError(
                 f"--lora-adapter {folder.folder} has no adapter of rank {lora.lora_rank} for {part or name}; leave "
                 "--lora-rank and --lora-target-modules out, which it has itself"
