@@ -273,6 +273,23 @@ def test_folders_of_peft_are_written_read_and_merged(kind: str, lora: str, mixtu
         assert first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_in_any_layout_begins_from_a_folder_of_peft(layout: str, mixture, tmp_path: Path):
+    _, flags = mixture
+    sizes, more = LAYOUTS[layout]
+    train(f"{flags}{ALL} --train-iters 2 --save {tmp_path}/own")
+    assert lora_tool.main(f"--load {tmp_path}/own --save-peft {tmp_path}/peft".split()) == 0
+    begun = f"{flags} --lora-adapter {tmp_path}/peft --train-iters 1"
+    train(f"{begun} --save {tmp_path}/alone")
+    train(f"{begun}{more} --save {tmp_path}/layout", sizes)
+    got, expected = load_whole_tensors(tmp_path / "layout"), load_whole_tensors(tmp_path / "alone")
+    first = load_whole_tensors(tmp_path / "own")
+    for name in [name for name in expected if name.startswith("model/")]:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-10)
+        assert not torch.equal(got[name], first[name])
+
+
 SCRIPT = """
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import add_flags, build
