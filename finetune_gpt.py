@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, add_flags, build, option
-from megatron.core.peft.lora_config import ALL_LINEAR, PARTS, LoRAConfig
+from megatron.core.peft.lora_config import EXPERTS, PARTS, LoRAConfig
 from megatron.training.arguments.parser import answer_help
 
 DEFAULTS = {"sft": True, "eval_iters": 0, "use_checkpoint_args": True, "micro_batch_size": 1}
@@ -58,7 +58,7 @@ from megatron.core.peft.lora import add_lora
 from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training import get_args, get_runtime, pretrain, print_rank_0
+from megatron.training import get_args, get_runtime, pretrain
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.initialize import stop_with
 
@@ -79,12 +79,10 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
         values = values_of(peft_folder_of(lora.lora_adapter, args.pretrained_checkpoint)[0], lora)
     context = model.context
     whole = fused_in_hf("GPTModel", config, get_runtime().vocab_size)
-    others = linears_beside_experts(config)
+    others = linears_of_some_layers(config)
     names = add_lora(
         model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows, elsewhere=others
     )
-    if config.has_experts and pre_process and ALL_LINEAR in lora.lora_target_modules:
-        print_rank_0("--lora-target-modules all-linear: the experts' weights have no adapters, which are not built")
     wants_output_layer = not {"output_layer", "lm_head"}.isdisjoint(lora.lora_target_modules)
     if post_process and wants_output_layer and not any(name.endswith("output_layer") for name in names):
         raise ConfigError(
@@ -160,11 +158,15 @@ def peft_folder_of(folder: str, base: str | None) -> tuple[PeftFolder, Family, M
     return read_peft_folder(Path(folder), family, config), family, config
 
 
-def linears_beside_experts(config: ModelConfig) -> set[str]:
-    """Return the MLP's linears that layers with experts lack, if other layers of the model have them or a shared expert does."""
+def linears_of_some_layers(config: ModelConfig) -> set[str]:
+    """Return the targets of MLPs that a pipeline stage may lack: of experts, and of a shared expert or layers without experts."""
+    if not config.has_experts:
+        return set()
+    linears = {"linear_fc1", *PARTS["linear_fc1"], "linear_fc2"}
+    targets = {f"{EXPERTS}{name}" for name in linears}
     layers = range(config.num_layers)
     has_dense = not all(map(config.is_moe_layer, layers)) or config.moe_shared_expert_intermediate_size is not None
-    return {"linear_fc1", *PARTS["linear_fc1"], "linear_fc2"} if config.has_experts and has_dense else set()
+    return targets | linears if has_dense else targets
 
 
 def values_of(folder: PeftFolder, lora: LoRAConfig) -> Callable[[str, str], Pair]:
@@ -172,7 +174,7 @@ def values_of(folder: PeftFolder, lora: LoRAConfig) -> Callable[[str, str], Pair
 
     def values(name: str, part: str) -> Pair:
         pair = folder.pairs.get((name, part))
-        if pair is None or pair.a.shape[0] != lora.lora_rank:
+        if pair is None or pair.a.shape[-2] != lora.lora_rank:
             raise ConfigError(
                 f"--lora-adapter {folder.folder} has no adapter of rank {lora.lora_rank} for {part or name}; leave "
                 "--lora-rank and --lora-target-modules out, which it has itself"

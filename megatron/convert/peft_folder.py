@@ -10,29 +10,34 @@ The table of a family says which of our linears a module of theirs is, or which 
     one pair for all rows                     one fused module (GPT-2's c_attn) rows of B reordered
     one pair for all rows                     q_proj, k_proj, v_proj            A three times, rows of B divided
     pairs for parts                           one fused module                  ranks one behind another: [A; A], B in blocks
+
+For the stacked weights of experts see `peft_of_experts`.
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.convert.families.config_json import kind_of
+from megatron.convert.families.config_json import family_of, kind_of, settings_of
 from megatron.convert.families.hf_family_table import Family
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
 from megatron.convert.formats.read_hf_config_and_headers import CONFIG, INDEX, WEIGHTS, read_json
 from megatron.convert.formats.safetensors_header import TensorInFile, header_of, read_header
 from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.peft_of_experts import DOWN, GATE_UP, ExpertsInHF, Pair, experts_in_hf, joined, one_by_one
 from megatron.convert.plan_hf_folder import bytes_of_tensor, to_hf_tensors
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, scale_of
+from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, scale_of, target_of, target_of_part
 from megatron.core.sharding.boxes import slices
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -49,16 +54,8 @@ _PLAIN = {
     "lora_bias": (False, None),
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
 }
-
-
-class Pair(NamedTuple):
-    """A [rank, in] and B [out, rank]."""
-
-    a: Tensor
-    b: Tensor
 
 
 class LinearInHF(NamedTuple):
@@ -119,8 +116,11 @@ class PeftFolder:
     pairs: dict[tuple[str, str], Pair]
 
 
-def read_adapter_config(folder: Path) -> LoRAConfig:
-    """Return rank, alpha and rsLoRA of a PEFT folder. Raises ConfigError for adapters that are computed otherwise."""
+def read_adapter_config(folder: Path, *, patterns: bool = False) -> LoRAConfig:
+    """Return rank, alpha and rsLoRA of a PEFT folder. Raises ConfigError for adapters that are computed otherwise.
+
+    patterns: ranks and alphas of single modules are allowed.
+    """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise ConfigError(f"{folder} has no {ADAPTER_CONFIG}; give a folder that PEFT or tools/lora.py has written")
@@ -128,17 +128,31 @@ def read_adapter_config(folder: Path) -> LoRAConfig:
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type is {config.get('peft_type')!r:.40}; only LORA can be read")
     for key, plain in _PLAIN.items():
-        if key in config and config[key] not in plain:
+        if key in config and config[key] not in plain and not (patterns and key in ("rank_pattern", "alpha_pattern")):
             raise ConfigError(
                 f"{path}: {key} is {config[key]!r:.60}, which is not built; merge the adapter with PEFT first"
             )
     targets = config.get("target_modules") or []
     if not isinstance(targets, str | list) or any(not isinstance(target, str) for target in targets):
         raise ConfigError(f"{path}: target_modules is {targets!r:.60}; it must be a name or a list of names")
+    _parameters_of_experts(config, path)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or not isinstance(alpha, int | float):
         raise ConfigError(f"{path}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; they must be numbers")
     return LoRAConfig(lora_rank=rank, lora_alpha=float(alpha), use_rslora=bool(config.get("use_rslora")))
+
+
+def _parameters_of_experts(config: Mapping[str, Any], path: Path) -> set[str]:
+    """Return which of `GATE_UP` and `DOWN` have an adapter. Raises ConfigError for other parameters, such as a router's."""
+    parameters = config.get("target_parameters") or []
+    known = isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    found = {name.rpartition(".")[2] for name in parameters} if known else set()
+    if not known or not found <= {GATE_UP, DOWN}:
+        raise ConfigError(
+            f"{path}: target_parameters is {parameters!r:.100}; only experts' {GATE_UP} and {DOWN} can be read, no router's: "
+            "merge the adapter with PEFT first"
+        )
+    return found
 
 
 def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFolder:
@@ -172,16 +186,23 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
             if len(linear.modules) == 1:
                 pair = Pair(pair.a, _fuse(linear.operation, heads, pair.b))
             pairs[linear.linear, part] = pair
+    parameters = _parameters_of_experts(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
+    for experts in experts_in_hf(family, model):
+        if experts.parameter in parameters and (pair := take(experts.prefix(parameters))) is not None:
+            pairs[experts.linear, WHOLE] = experts.from_peft(*pair)
+        for number, pair in one_by_one(experts, take):
+            pairs[experts.linear, experts.parts[number] if experts.parts else WHOLE] = pair
     if of_experts := sorted(name for name in left if ".experts." in name):
         raise ConfigError(
-            f"{path} adapts experts, such as {of_experts[0]}; adapters of experts are not built: merge it with PEFT first"
+            f"{path} adapts experts that the model does not have, or that target_parameters does not name, such as "
+            f"{of_experts[0]}; is it an adapter of this base?"
         )
     if left or not pairs:
         shown = ", ".join(sorted(left)[:3])
         raise ConfigError(
             f"{path} has tensors that belong to no linear of the model: {shown or 'none at all'}; is it an adapter of this base?"
         )
-    ranks = {pair.a.shape[0] for pair in pairs.values()}
+    ranks = {pair.a.shape[-2] for pair in pairs.values()}
     if ranks != {lora.lora_rank}:
         raise ConfigError(f"{path} has adapters of rank {sorted(ranks)}, and {ADAPTER_CONFIG} says {lora.lora_rank}")
     return PeftFolder(folder, lora, pairs)
@@ -190,15 +211,17 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
 def targets_of(folder: PeftFolder, family: Family, model: ModelConfig) -> list[str]:
     """Return the --lora-target-modules of a folder. Raises ConfigError where some layers have other adapters than others."""
     counts: dict[str, int] = {}
-    linears: dict[str, set[str]] = {}  # all of the model, with an adapter or without
-    for linear in linears_in_hf(family, model):
-        linears.setdefault(linear.linear.rsplit(".", 1)[-1], set()).add(linear.linear)
-    last: dict[str, str] = {}
+    all_linears = [linear.linear for linear in linears_in_hf(family, model)]
+    all_linears += [experts.linear for experts in experts_in_hf(family, model)]
+    numbers: dict[str, int] = {}  # target -> how many linears it names, with an adapter or without
+    for linear in all_linears:
+        numbers[target_of(linear)] = numbers.get(target_of(linear), 0) + 1
+    number_of: dict[str, int] = {}
     for linear, part in folder.pairs:
-        name = part or linear.rsplit(".", 1)[-1]
-        last[name] = linear.rsplit(".", 1)[-1]
+        name = target_of_part(target_of(linear), part)
+        number_of[name] = numbers[target_of(linear)]
         counts[name] = counts.get(name, 0) + 1
-    uneven = [name for name, count in counts.items() if count != len(linears[last[name]])]
+    uneven = [name for name, count in counts.items() if count != number_of[name]]
     if uneven:
         raise ConfigError(
             f"{folder.folder} has adapters of {', '.join(uneven)} on some layers alone, which is not built; merge it with "
@@ -250,6 +273,7 @@ def write_peft_folder(
     heads = head_counts_of(model)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
+    ranks_of_stacks: dict[str, int] = {}
     left = dict(pairs)
     for linear in linears_in_hf(family, model):
         own = {part: left.pop((linear.linear, part)) for part in ("", *linear.parts) if (linear.linear, part) in left}
@@ -257,6 +281,20 @@ def write_peft_folder(
             tensors[f"{_PREFIX}{module}.lora_A.weight"] = pair.a
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = pair.b
             ranks[module] = pair.a.shape[0]
+    parameters: set[str] = set()
+    of_stacks = {}
+    for experts in experts_in_hf(family, model):
+        own = {
+            part: left.pop((experts.linear, part)) for part in ("", *experts.parts) if (experts.linear, part) in left
+        }
+        if own:
+            of_stacks[experts] = own.get(WHOLE) or joined(experts, own)
+            parameters.add(experts.parameter)
+    for experts, pair in of_stacks.items():
+        theirs = experts.to_peft(pair)
+        prefix = f"{_PREFIX}{experts.prefix(parameters)}"
+        tensors |= {f"{prefix}.lora_A.weight": theirs.a, f"{prefix}.lora_B.weight": theirs.b}
+        ranks_of_stacks[f"{experts.module}.{experts.parameter}"] = pair.a.shape[1]
     if left:
         raise ConfigError(f"adapters of {', '.join(name for name, _ in list(left)[:3])} have no place in this family")
     of_experts = {
@@ -267,7 +305,7 @@ def write_peft_folder(
     }
     ambiguous = [module for module in ranks if module.rsplit(".", 1)[-1] in of_experts]
     targets = {module if module in ambiguous else module.rsplit(".", 1)[-1] for module in ranks}
-    other_ranks = {module: rank for module, rank in ranks.items() if rank != lora.lora_rank}
+    other_ranks = {name: rank for name, rank in (ranks | ranks_of_stacks).items() if rank != lora.lora_rank}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -280,6 +318,7 @@ def write_peft_folder(
         "inference_mode": True,
         "init_lora_weights": True,
         "target_modules": sorted(targets),
+        "target_parameters": [f"mlp.experts.{parameter}" for parameter in sorted(parameters)] or None,
         "use_rslora": lora.use_rslora,
         "modules_to_save": None,
         "rank_pattern": other_ranks,
@@ -358,17 +397,9 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give a folder that does not exist")
-    lora = read_adapter_config(adapter)
-    config = read_json(adapter / ADAPTER_CONFIG)
-    is_transposed = bool(config.get("fan_in_fan_out"))
-    path = adapter / ADAPTER
-    if not path.is_file():
+    read_adapter_config(adapter, patterns=True)
+    if not (adapter / ADAPTER).is_file():
         raise ConfigError(f"{adapter} has no {ADAPTER}")
-    header = read_header(path)
-    modules = {
-        name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for name in header if name.endswith("lora_A.weight")
-    }
-
     files = [WEIGHTS]
     if (base / INDEX).is_file():
         files = sorted(set(read_json(base / INDEX)["weight_map"].values()))
@@ -376,21 +407,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int
         raise ConfigError(f"{base} is not a Hugging Face folder with {CONFIG} and safetensors; give the adapter's base")
     headers = {file: read_header(base / file) for file in files}
     shapes = {name: tensor.shape for in_file in headers.values() for name, tensor in in_file.items()}
-    weights: dict[str, str] = {}  # name of a weight -> module of its adapter
-    for module in sorted(modules):
-        names = (
-            f"{module}.weight",
-            f"{module.partition('.')[2]}.weight",
-        )  # old files of GPT-2 lack the first component
-        name = next((name for name in names if name in shapes), None)
-        a, b = (header[f"{_PREFIX}{module}.lora_{factor}.weight"].shape for factor in "AB")
-        expected = (a[1], b[0]) if is_transposed else (b[0], a[1])
-        if name is None or shapes[name] != expected:
-            found = "has no such weight" if name is None else f"has it of shape {list(shapes[name])}"
-            raise ConfigError(
-                f"{adapter} adapts {module}, of shape {list(expected)}, and {base} {found}; give the adapter's base"
-            )
-        weights[name] = module
+    deltas = {delta.weight: delta for delta in deltas_of(adapter, base, shapes)}
 
     partial = out.with_name(out.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
@@ -398,25 +415,105 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int
     for entry in sorted(base.iterdir()):
         if entry.name not in files:
             (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, partial / entry.name)
-    scale = sign * scale_of(lora.lora_alpha, lora.lora_rank, lora.use_rslora)
     for file, tensors in headers.items():
         with open(partial / file, "wb") as target:
             target.write(header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}))
             for name, tensor in tensors.items():
                 weight = _read(base / file, tensor)
-                if name in weights:
+                if name in deltas:
                     wide = torch.promote_types(weight.dtype, torch.float32)
-                    a, b = (
-                        _read(path, header[f"{_PREFIX}{weights[name]}.lora_{factor}.weight"]).to(wide)
-                        for factor in "AB"
-                    )
-                    delta = scale * (b @ a)  # [out, in]
-                    weight = (weight.to(wide) + (delta.T if is_transposed else delta)).to(weight.dtype)
+                    delta = deltas[name].of(wide).mul_(sign * deltas[name].scale)
+                    weight = (weight.to(wide) + delta).to(weight.dtype)
                 target.write(bytes_of_tensor(weight.contiguous()))
             target.flush()
             os.fsync(target.fileno())
     os.rename(partial, out)
-    return len(weights)
+    return len(deltas)
+
+
+class Delta(NamedTuple):
+    """What an adapter adds to one weight of a folder."""
+
+    weight: str  # its name
+    scale: float
+    of: Callable[[torch.dtype], Tensor]  # dtype -> B A in it, without the scale, of the weight's shape
+
+
+def deltas_of(adapter: Path, base: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Delta]:
+    """Yield what a PEFT folder adds to the weights of `base`, whose shapes are given by name.
+
+    Raises ConfigError for an adapter of another base.
+    """
+    lora = read_adapter_config(adapter, patterns=True)
+    config = read_json(adapter / ADAPTER_CONFIG)
+    is_transposed = bool(config.get("fan_in_fan_out"))
+    path = adapter / ADAPTER
+    header = read_header(path)
+    left = {
+        name.removeprefix(_PREFIX).removesuffix(".lora_A.weight") for name in header if name.endswith("lora_A.weight")
+    }
+
+    def read_pair(module: str) -> Pair:
+        return Pair(*(_read(path, header[f"{_PREFIX}{module}.lora_{factor}.weight"]) for factor in "AB"))
+
+    def scale(name: str) -> float:
+        rank = _of_pattern(config.get("rank_pattern"), name, lora.lora_rank)
+        return scale_of(_of_pattern(config.get("alpha_pattern"), name, lora.lora_alpha), rank, lora.use_rslora)
+
+    def check(name: str | None, module: str, expected: tuple[int, ...]) -> None:
+        if name not in shapes or shapes[name] != expected:
+            found = f"has it of shape {list(shapes[name])}" if name in shapes else "has no such weight"
+            raise ConfigError(
+                f"{adapter} adapts {module}, of shape {list(expected)}, and {base} {found}; give the adapter's base"
+            )
+
+    parameters = _parameters_of_experts(config, adapter / ADAPTER_CONFIG)
+    if parameters:
+        of_base = read_json(base / CONFIG)
+        family = family_of(of_base, str(base / CONFIG))
+        model = ModelConfig(**settings_of(of_base, str(base / CONFIG))[0])
+        heads = head_counts_of(model)
+
+        @lru_cache(maxsize=4)  # the weights of a layer's experts follow one another
+        def pair_of_ours(experts: ExpertsInHF, dtype: torch.dtype) -> Pair:
+            a, b = experts.from_peft(*read_pair(experts.prefix(parameters)))
+            return Pair(a.to(dtype), b.to(dtype))
+
+        for experts in experts_in_hf(family, model):
+            module = experts.prefix(parameters)
+            if experts.parameter not in parameters or module not in left:
+                continue
+            left.remove(module)
+            name = f"{experts.module}.{experts.parameter}"
+            for number, (weight, shape) in enumerate(zip(experts.tensors, experts.shapes(heads))):
+                check(weight, name, shape)
+
+                def product_of_expert(
+                    dtype: torch.dtype, experts: ExpertsInHF = experts, number: int = number
+                ) -> Tensor:
+                    return experts.delta(pair_of_ours(experts, dtype), number, heads)
+
+                yield Delta(weight, scale(name), product_of_expert)
+
+    for module in sorted(left):
+        # old files of GPT-2 lack the first component
+        names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
+        weight = next((name for name in names if name in shapes), None)
+        a, b = (header[f"{_PREFIX}{module}.lora_{factor}.weight"].shape for factor in "AB")
+        check(weight, module, (a[1], b[0]) if is_transposed else (b[0], a[1]))
+
+        def product(dtype: torch.dtype, module: str = module) -> Tensor:
+            a, b = read_pair(module)
+            delta = b.to(dtype) @ a.to(dtype)  # [out, in]
+            return delta.T if is_transposed else delta
+
+        yield Delta(weight, scale(module), product)
+
+
+def _of_pattern(patterns: Mapping[str, Any] | None, name: str, default: float) -> float:
+    """Return the value of the first pattern that matches a module's name, or its end, as PEFT does."""
+    matching = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(matching, default)
 
 
 def base_of_state(state: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -66,6 +66,21 @@ BASES: dict[str, dict[str, Any]] = {
         **{"model_type": "mixtral", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
         "tie_word_embeddings": False,
     },
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", **{key: value for key, value in _SIZES.items() if key != "head_dim"}},
+        **{
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        **{"mlp_only_layers": [1], "tie_word_embeddings": False},
+    },
+    "gpt_oss": {
+        **{"model_type": "gpt_oss", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+        **{"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "gemma3": {
         **{"model_type": "gemma3_text", **_SIZES, "sliding_window": 24, "query_pre_attn_scalar": 9},
         "layer_types": ["sliding_attention", "full_attention"],
@@ -73,12 +88,24 @@ BASES: dict[str, dict[str, Any]] = {
 }
 # whose adapters are others than those of a Llama; a GPT-2 has one module for queries and values, and PEFT's all-linear is experts too
 LEFT_OUT = {("gpt2", "queries and values"), ("mixtral", "rsLoRA on all linears")}
+MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss")
+_OF_EXPERTS = ("experts", "rsLoRA on one matrix of experts")
 _SOME = {"mixtral": ["k_proj", "o_proj"], "gpt2": ["c_attn", "c_fc"], "gemma3": ["q_proj", "o_proj", "down_proj"]}
 ADAPTERS = {
     "rsLoRA on all linears": {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", "use_rslora": True},
     "some linears": {"r": 2, "lora_alpha": 8},
     "queries and values": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+    "experts": {
+        **{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]},
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "rsLoRA on one matrix of experts": {
+        **{"r": 2, "lora_alpha": 4, "use_rslora": True, "target_modules": []},
+        "target_parameters": ["mlp.experts.gate_up_proj"],
+    },
 }
+LEFT_OUT |= {(kind, name) for kind in set(BASES) - {*MIXTURES} for name in _OF_EXPERTS}
+LEFT_OUT |= {(kind, name) for kind in ("qwen2_moe", "gpt_oss") for name in set(ADAPTERS) - {*_OF_EXPERTS}}
 
 
 def settings_of(kind: str, name: str) -> dict[str, Any]:

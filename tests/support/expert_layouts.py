@@ -15,7 +15,16 @@ from covering import Combined
 from expert_models import BATCH, SUBJECT, zero
 from local_ranks import run_ranks
 from parity_cases import worst_of
-from tiny_run import Layout, Outcome, Subject, TinyTrainer, pieces_of_chunks, put_together
+from tiny_run import (
+    Layout,
+    Outcome,
+    Subject,
+    TinyTrainer,
+    gradient_of,
+    pieces_of_chunks,
+    put_together,
+    weights_at_the_end,
+)
 from torch import Tensor
 
 from megatron.core.ops.shard_sequence import positions_of
@@ -59,10 +68,8 @@ def train(mesh: Mesh, config: ModelConfig, layout: Layout, steps: int, subject: 
             result = tiny.step(number)
         found["losses"].append(sum(result.losses.values()))
         found["norms"].append(result.grad_norm)
-        found["grads"].append(pieces_of_chunks(tiny.chunks, mesh, lambda p: p.main_grad, {"sums": tiny.buffers}))
-    tiny.finish_param_gather()
-    sharded = [buffer for buffer in tiny.buffers if buffer.stage == 3]
-    found["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": sharded})
+        found["grads"].append(pieces_of_chunks(tiny.chunks, mesh, gradient_of, {"sums": tiny.buffers}))
+    found["weights"] = weights_at_the_end(tiny, mesh)
     named = [pair for chunk in tiny.model for pair in chunk.module.named_buffers()]
     found["biases"] = {name: value for name, value in named if name.endswith("expert_bias")}
     assert all(not value.any() for name, value in named if name.endswith("tokens_per_expert"))

@@ -23,6 +23,7 @@ CHATML_BLOCKS = (
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+_DTYPES = {"F32": np.dtype(np.float32), "F64": np.dtype(np.float64)}
 VOCABULARY = 256 + len(SPECIAL)
 _SIZES = {"vocab_size": VOCABULARY + 5, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -105,7 +106,8 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     header, offset = {}, 0
     for name, value in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [offset, offset + value.nbytes]}
+        dtype = next(name for name, dtype in _DTYPES.items() if dtype == value.dtype)
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [offset, offset + value.nbytes]}
         offset += value.nbytes
     text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
     text += b" " * (-len(text) % 8)
@@ -119,7 +121,8 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     header.pop("__metadata__", None)
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
-        tensors[name] = np.frombuffer(data[8 + size :][start:stop], np.float32).reshape(entry["shape"])
+        values = np.frombuffer(data[8 + size :][start:stop], _DTYPES[entry["dtype"]])
+        tensors[name] = values.reshape(entry["shape"])
     return tensors
 
 

@@ -364,19 +364,24 @@ def train_rank(
             result = tiny.step(step)
         known["losses"].append(result.losses.get("lm loss"))
         known["norms"].append(result.grad_norm)
-        known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, _gradient, {"sums": tiny.buffers}))
-    tiny.finish_param_gather()
-    passing = [buffer for buffer in tiny.buffers if buffer.stage == 3]
-    passing += [buffer for chunk in tiny.model for buffer in chunk.frozen_buffers]
-    known["weights"] = pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": passing})
+        known["grads"].append(pieces_of_chunks(tiny.chunks, mesh, gradient_of, {"sums": tiny.buffers}))
+    known["weights"] = weights_at_the_end(tiny, mesh)
     known["calls"] = mesh["pp"].rank, Counter((call.op, call.axis, call.bytes) for call in calls)
     tiny.close()
     return known
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def gradient_of(parameter: nn.Parameter) -> Tensor:
     # not zeros_like: with ZeRO 3 a frozen parameter is away
     return parameter.main_grad if parameter.requires_grad else torch.zeros(parameter.shape, dtype=parameter.dtype)
+
+
+def weights_at_the_end(tiny: TinyTrainer, mesh: Mesh) -> list[tuple]:
+    """`my_pieces` of the weights once the last step is over, frozen ones among them."""
+    tiny.finish_param_gather()
+    passing = [buffer for buffer in tiny.buffers if buffer.stage == 3]
+    passing += [buffer for chunk in tiny.model for buffer in chunk.frozen_buffers]
+    return pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {"owned_params": passing})
 
 
 def pieces_of_chunks(

@@ -28,7 +28,7 @@ from megatron.core.ops.cpu_half_precision_matmul import MatmulModes, select_matm
 from megatron.core.parallel.mesh import Mesh, build_mesh
 from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.peft.lora import add_lora
-from megatron.core.peft.lora_config import PARTS, LoRAConfig
+from megatron.core.peft.lora_config import PARTS, LoRAConfig, canonical_name, target_of
 from megatron.core.sharding.placement import pieces
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, expert_parallel_problems, tensor_parallel_problems
@@ -98,9 +98,11 @@ def load_model(
 
 
 def add_saved_lora(stage: nn.Module, lora: LoRAConfig, checkpoint: Checkpoint) -> None:
-    """Give a stage the adapters that a checkpoint has, and freeze the rest. Raises ConfigError for absent targets."""
-    factors = [name.rsplit(".", 2)[-2] for name in checkpoint.names if name.endswith(".lora_a")]
-    add_lora(stage, lora, whole=PARTS.keys() & set(factors))  # fused linears with one adapter for all rows
+    """Give a stage the adapters that a checkpoint has, and freeze the rest."""
+    factors = [target_of(name.removesuffix(".lora_a")) for name in checkpoint.names if name.endswith(".lora_a")]
+    whole = PARTS.keys() & set(factors)  # fused linears with one adapter for all rows
+    # the training has found the targets, and other pipeline stages may have them
+    add_lora(stage, lora, whole=whole, elsewhere=set(map(canonical_name, lora.lora_target_modules)))
 
 
 def refuse_unusable(checkpoint: Checkpoint, config: ModelConfig, base: Checkpoint | None = None) -> None:

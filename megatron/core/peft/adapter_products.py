@@ -44,6 +44,10 @@ class FusedRows:
             first += size
         raise KeyError(part)
 
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the rows of each part: y [.., out/t] -> [.., groups, size] each."""
+        return y.unflatten(-1, (self.groups, self.of_group)).split(list(self.sizes.values()), dim=-1)
+
 
 @dataclass(frozen=True)
 class AdapterProducts:

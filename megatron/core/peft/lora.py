@@ -7,22 +7,28 @@ rows. Each pair is split over tensor-parallel ranks as its linear is: of a colum
 one A by columns. So a rank's W x and B (A x) have the same layout, and only rank-wide tensors are communicated besides.
 """
 
-import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.dropout_masks import MaskWords, column_words
 from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
-from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.parallel.sequence_shard import SequenceShard
 from megatron.core.peft.adapter_products import AdapterProducts, FusedRows, add_up_products, down_products
-from megatron.core.peft.lora_config import PARTS, WHOLE, LoRAConfig, check_targets_found, parts_of
-from megatron.core.sharding.boxes import slices
-from megatron.core.sharding.initial_values import InitializesFromWeights
-from megatron.core.sharding.placement import Constant, Placement, Rows, pieces
+from megatron.core.peft.adapters import Adapted, Adapter, GivenValues, kaiming_uniform
+from megatron.core.peft.lora_config import (
+    PARTS,
+    WHOLE,
+    LoRAConfig,
+    check_targets_found,
+    parts_of,
+    target_of,
+    target_of_part,
+)
+from megatron.core.peft.lora_of_experts import GivenStackedLoRA, StackedLoRA
+from megatron.core.sharding.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replace_parallel_linears import (
@@ -31,19 +37,7 @@ from megatron.core.tensor_parallel.replace_parallel_linears import (
     output_parameter,
     replace_linears,
 )
-
-
-def kaiming_uniform(x: Tensor) -> Tensor:
-    """PEFT's and litgpt's first values of A: uniform within 1 / sqrt(in)."""
-    return nn.init.kaiming_uniform_(x, a=math.sqrt(5))
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One pair (A, B). values: (A [rank, in], B [out, rank]) of the whole pair, in the rows' order of the part; None: new."""
-
-    rank: int
-    values: tuple[Tensor, Tensor] | None = None
+from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 
 
 class AdapterDropout(HiddenDropout):
@@ -59,36 +53,21 @@ class AdapterDropout(HiddenDropout):
         return MaskWords(words.lines, column_words(x.shape[2], self.place_on(x.device), self.first_column))
 
 
-class LoRA(nn.Module):
-    """A linear with adapters. forward: as the linear's.
+class LoRA(Adapted):
+    """A parallel linear with adapters."""
 
-    Parameters beside the linear's own: `lora_a` and `lora_b`, or `lora_a_PART` and `lora_b_PART` for each part.
-    """
-
-    def __init__(
-        self, linear: ParallelLinear, adapters: dict[str, Adapter], scale: float, dropout: nn.Module | None = None
-    ):
-        super().__init__()
-        self.weight = linear.weight  # by the linear's names
-        self.bias = linear.bias
+    def __init__(self, linear: ParallelLinear, adapters: dict[str, Adapter], dropout: nn.Module | None = None):
+        axes = {axis.name: axis for axis in (linear.tp.axis, linear.tp.kv) if axis is not None}
+        super().__init__(linear, adapters, axes)
         self.matmul_state = linear.matmul_state  # of a MatmulBackend
-        vars(self).update(linear=linear)  # no submodule: it would give its parameters a second name
-        self.tp = linear.tp
-        self.adapters = adapters  # by part
         self.lora_dropout = dropout
         self.rows = fused_rows(linear)
         ranks = {part: adapter.rank for part, adapter in adapters.items()}
+        scale = next(iter(adapters.values())).scale  # of all parts
         self.products = AdapterProducts(self.rows, ranks, scale, linear.tp.matmul, linear.tp.weight_grads)
-        self.suffixes = {part: f"_{part}" if part else "" for part in adapters}
         for part, adapter in adapters.items():
-            suffix = self.suffixes[part]
-            self.register_parameter(f"lora_a{suffix}", input_parameter(linear, adapter.rank, init=kaiming_uniform))
-            self.register_parameter(f"lora_b{suffix}", _output_parameter_of_part(linear, self.rows, part, adapter.rank))
-
-    def pair(self, part: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return (A, B) of a part, as this rank has them."""
-        suffix = self.suffixes[part]
-        return getattr(self, f"lora_a{suffix}"), getattr(self, f"lora_b{suffix}")
+            a = input_parameter(linear, adapter.rank, init=kaiming_uniform)
+            self.add_pair(part, a, _output_parameter_of_part(linear, self.rows, part, adapter.rank))
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return what the adapters read of x, of its shape."""
@@ -109,8 +88,7 @@ class LoRA(nn.Module):
     def count_flops(self, x: LayerInput) -> Flops:
         """A frozen weight has no gradient, and the first layer's frozen input needs none."""
         flops = weight_flops(x, self.weight)
-        for part in self.adapters:
-            a, b = self.pair(part)
+        for _, _, a, b in self.pairs():
             flops = flops + weight_flops(x, a) + weight_flops(x.after(a), b)
         return flops
 
@@ -137,17 +115,6 @@ class RowLoRA(LoRA):
         else:
             h = autograd_collectives.reduce(h, self.tp.axis)
         return self.with_deltas(x, h)
-
-
-class GivenValues(InitializesFromWeights):
-    """Adapters that begin with given values, such as those of a PEFT folder, instead of drawn ones."""
-
-    def initialize_from_weights(self) -> None:
-        mesh = {axis.name: axis for axis in (self.tp.axis, self.tp.kv) if axis is not None}
-        for part, adapter in self.adapters.items():
-            for parameter, whole in zip(self.pair(part), adapter.values or ()):
-                for box, local in pieces(parameter.placement, tuple(parameter.shape), mesh):
-                    parameter.data[slices(local)].copy_(whole[slices(box)])
 
 
 class GivenColumnLoRA(GivenValues, ColumnLoRA):
@@ -218,28 +185,37 @@ def add_lora(
 ) -> list[str]:
     """Freeze a model chunk and give its linears adapters; return the names of those with one.
 
-    whole: fused linears that all-linear gives one adapter for all rows. values(name, part): the (A, B) with which the adapter
-    of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's `LayerContext`, for dropout.
-    elsewhere: linears that the model has in other chunks, perhaps. Experts' stacked weights get no adapter.
-    Raises ConfigError for targets that the chunk's layers lack.
+    whole: fused linears that all-linear gives one adapter for all rows, as it does experts' gate|up. values(name, part): the
+    (A, B) with which the adapter of a linear begins, where no checkpoint has it. keys, rows_of_sample: of the chunk's
+    `LayerContext`, for dropout. elsewhere: linears that the model has in other chunks, perhaps. Raises ConfigError for targets
+    that the chunk's layers lack, and for dropout of experts' inputs.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     found: dict[str, set[str]] = {}
-    linears: set[str] = set()  # of the chunk, by the last component of their names
+    linears: set[str] = set()  # of the chunk, by their targets
 
-    def make(name: str, linear: ParallelLinear) -> nn.Module | None:
-        last = name.rsplit(".", 1)[-1]
-        linears.add(last)
-        rows = fused_rows(linear)
-        parts = parts_of(last, len(rows.sizes) > 1, config.lora_target_modules, whole)
+    def make(name: str, linear: ParallelLinear | StackedLinear) -> nn.Module | None:
+        is_stacked = isinstance(linear, StackedLinear)
+        target = target_of(name)
+        linears.add(target)
+        rows = StackedLoRA.rows_of(linear) if is_stacked else fused_rows(linear)
+        parts = parts_of(target, len(rows.sizes) > 1, config.lora_target_modules, whole)
         if not parts:
             return None
         adapters = {}
         for part in parts:
             begins_with = None if values is None else values(name, part)
-            adapters[part] = Adapter(config.lora_rank, begins_with)
-        found.setdefault(last, set()).update(adapters)
+            adapters[part] = Adapter(config.lora_rank, config.scale, begins_with)
+        found.setdefault(target, set()).update(target_of_part(target, part) for part in adapters)
+        if is_stacked:
+            if config.lora_dropout > 0:
+                raise ConfigError(
+                    f"--lora-dropout {config.lora_dropout}: adapters of experts ({target}) have no dropout of their inputs, as "
+                    "in PEFT; leave the flag out, or give --lora-target-modules without the experts, such as linear_qkv "
+                    "linear_proj"
+                )
+            return (StackedLoRA if values is None else GivenStackedLoRA)(linear, adapters)
         is_column = isinstance(linear, ColumnParallelLinear)
         dropout = None
         if config.lora_dropout > 0:
@@ -248,11 +224,10 @@ def add_lora(
             return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, config.scale, dropout)
         return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, config.scale, dropout)
 
-    names = replace_linears(chunk, make, output_layer=True)
+    names = replace_linears(chunk, make, output_layer=True, experts=True)
     if linears - {"output_layer"}:
         own = [name for name in config.lora_target_modules if name not in ("output_layer", "lm_head")]
-        has_experts = any(p.placement.reduce_over == EXPERT_DATA_PARALLEL for p in chunk.parameters())
-        check_targets_found(own, found, elsewhere=elsewhere, has_experts=has_experts)
+        check_targets_found(own, found, elsewhere=elsewhere, linears=linears)
     return names
 
 
@@ -260,7 +235,7 @@ def adapter_names(chunk: nn.Module) -> set[str]:
     """Return the names of the parameters of a model chunk that adapters have added."""
     names = set()
     for path, module in chunk.named_modules():
-        if isinstance(module, LoRA):
+        if isinstance(module, Adapted):
             names |= {
                 f"{path}.{name}" for name, _ in module.named_parameters(recurse=False) if name.startswith("lora_")
             }

@@ -19,8 +19,14 @@ _ALIASES = {
         "lm_head": "output_layer",
     },
 }
+EXPERTS = "experts."  # before the names of the linears of a mixture's experts, and their parts
+# PEFT's target_parameters, and the modules that transformers 4 had
+_ALIASES |= {f"{EXPERTS}gate_up_proj": f"{EXPERTS}linear_fc1"}
+_ALIASES |= {f"{EXPERTS}{name}": f"{EXPERTS}{_ALIASES[name]}" for name in ("gate_proj", "up_proj", "down_proj")}
+_MLP = ("linear_fc1", *PARTS["linear_fc1"], "linear_fc2")
 NAMES = ("linear_qkv", "linear_q", "linear_k", "linear_v", "linear_proj")
-NAMES += ("linear_fc1", "linear_fc1_gate", "linear_fc1_up", "linear_fc2", "output_layer")
+NAMES += (*_MLP, "output_layer", *(EXPERTS + name for name in _MLP))
+ROUTER = ("router", "gate", "gate.weight")  # in Megatron, and in transformers
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class LoRAConfig(FlagConfig):
         [ALL_LINEAR],
         "linears with an adapter: all-linear (those of the layers), or of linear_qkv linear_proj linear_fc1 linear_fc2 "
         "output_layer; linear_q linear_k linear_v linear_fc1_gate linear_fc1_up give a part of a fused linear an adapter of "
-        "its own, as PEFT has them; q_proj and the other names of a Llama work too",
+        "its own, as PEFT has them; experts.linear_fc1 experts.linear_fc2 are those of a mixture's experts; q_proj and the "
+        "other names of a Llama work too",
         metavar="NAME",
         of_model=True,
     )
@@ -52,7 +59,13 @@ class LoRAConfig(FlagConfig):
 
     def problems(self) -> Iterator[str]:
         known = {*NAMES, *_ALIASES, ALL_LINEAR}
-        unknown = [name for name in self.lora_target_modules if name not in known]
+        routers = [name for name in self.lora_target_modules if name in ROUTER]
+        if routers:
+            yield (
+                f"--lora-target-modules {' '.join(routers)}: a router has no adapter, which is not built; leave it out, and give "
+                f"{EXPERTS}linear_fc1 {EXPERTS}linear_fc2 for the experts behind it"
+            )
+        unknown = [name for name in self.lora_target_modules if name not in known and name not in ROUTER]
         if unknown:
             yield (
                 f"--lora-target-modules {' '.join(unknown)}: there is no such linear; known are {ALL_LINEAR}, "
@@ -70,7 +83,8 @@ class LoRAConfig(FlagConfig):
             for flag in (flag for flag, is_given in of_adapters.items() if is_given):
                 yield f"{flag} needs --lora-rank: without it all weights are trained; give a rank, or leave {flag} out"
         names = set(map(canonical_name, self.lora_target_modules))
-        for fused, parts in PARTS.items():
+        of_experts = {f"{EXPERTS}linear_fc1": [EXPERTS + part for part in PARTS["linear_fc1"]]}
+        for fused, parts in (PARTS | of_experts).items():
             if fused in names and names & set(parts):
                 yield f"--lora-target-modules gives {fused} and parts of it; give the one or the others"
 
@@ -94,21 +108,36 @@ def canonical_name(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def parts_of(linear: str, is_fused: bool, targets: Collection[str], whole: Collection[str]) -> tuple[str, ...]:
+def target_of(linear: str) -> str:
+    """Return the target that names a linear: the last component of its name, behind `EXPERTS` for those of experts."""
+    path, _, last = linear.rpartition(".")
+    return f"{EXPERTS}{last}" if path.rpartition(".")[2] == EXPERTS.rstrip(".") else last
+
+
+def target_of_part(target: str, part: str) -> str:
+    """Return the target that names a part of a linear, or the linear itself for `WHOLE`."""
+    if part == WHOLE:
+        return target
+    return f"{EXPERTS}{part}" if target.startswith(EXPERTS) else part
+
+
+def parts_of(target: str, is_fused: bool, targets: Collection[str], whole: Collection[str]) -> tuple[str, ...]:
     """Return the parts of a linear that get an adapter each; (WHOLE,): one for all rows; (): none.
 
-    linear: the last component of its name. is_fused: its rows are those of several linears. whole: fused linears that
-    all-linear gives one adapter, since they are one tensor in the published model too.
+    target: of the linear. is_fused: its rows are those of several linears. whole: fused linears that all-linear gives one
+    adapter, since they are one tensor in the published model too, as experts' gate|up always is.
     """
     names = set(map(canonical_name, targets))
-    parts = PARTS.get(linear, ()) if is_fused else ()
-    if linear in names:
+    is_of_experts = target.startswith(EXPERTS)
+    parts = PARTS.get(target.removeprefix(EXPERTS), ()) if is_fused else ()
+    if target in names:
         return (WHOLE,)
-    if ALL_LINEAR in names and linear != "output_layer":
-        return parts if parts and linear not in whole else (WHOLE,)
-    if not is_fused and linear == "linear_fc1" and "linear_fc1_up" in names:  # up_proj of an MLP without a gate
+    if ALL_LINEAR in names and target != "output_layer":
+        return parts if parts and target not in whole and not is_of_experts else (WHOLE,)
+    up = target_of_part(target, "linear_fc1_up")
+    if not is_fused and target.endswith("linear_fc1") and up in names:  # up_proj of an MLP without a gate
         return (WHOLE,)
-    return tuple(part for part in parts if part in names)
+    return tuple(part for part in parts if target_of_part(target, part) in names)
 
 
 def check_targets_found(
@@ -116,11 +145,11 @@ def check_targets_found(
     found: Mapping[str, Collection[str]],
     *,
     elsewhere: Collection[str] = (),
-    has_experts: bool = False,
+    linears: Collection[str] = (),
 ) -> None:
-    """Raise ConfigError for targets that the model does not have. found: linear -> its parts with an adapter.
+    """Raise ConfigError for targets that the model does not have. found: linear -> the targets of its adapters.
 
-    elsewhere: linears that another stage may have. has_experts: whether the model has experts' stacked weights.
+    elsewhere: linears that another stage may have. linears: all that the model has, with an adapter or without.
     """
     missing = []
     for target in targets:
@@ -128,12 +157,12 @@ def check_targets_found(
         is_found = (
             name == ALL_LINEAR or name in found or name in elsewhere or any(name in parts for parts in found.values())
         )
-        if not is_found and not (name == "linear_fc1_up" and "linear_fc1" in found):
+        if not is_found and not (name.endswith("linear_fc1_up") and name.removesuffix("_up") in found):
             missing.append(target)
-    if missing and has_experts and canonical_name(missing[0]) in ("linear_fc1", *PARTS["linear_fc1"], "linear_fc2"):
+    if missing and f"{EXPERTS}linear_fc1" in linears and canonical_name(missing[0]) in _MLP:
         raise ConfigError(
-            f"--lora-target-modules {' '.join(missing)}: the model's MLPs are experts, whose stacked weights have no adapters "
-            "(not built); leave the name out, or give linear_qkv linear_proj"
+            f"--lora-target-modules {' '.join(missing)}: the model's MLPs are experts; give {EXPERTS}linear_fc1 "
+            f"{EXPERTS}linear_fc2 for theirs, or leave the name out"
         )
     if missing:
         raise ConfigError(

@@ -13,9 +13,13 @@ from torch import nn
 from megatron.core.ops.main_grad_interface import grad_sink_of
 from megatron.core.sharding.placement import InitialValue, Placement
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear
-MakeLinear = Callable[[str, ParallelLinear], nn.Module | None]
+MakeLinear = (
+    Callable[[str, ParallelLinear], nn.Module | None]
+    | Callable[[str, ParallelLinear | StackedLinear], nn.Module | None]
+)
 
 
 def output_parameter(linear: ParallelLinear, *more: int, init: InitialValue) -> nn.Parameter:
@@ -58,7 +62,9 @@ class ExchangesLinear(nn.Module):
         raise NotImplementedError
 
 
-def replace_linears(chunk: nn.Module, make: MakeLinear, *, output_layer: bool = False) -> list[str]:
+def replace_linears(
+    chunk: nn.Module, make: MakeLinear, *, output_layer: bool = False, experts: bool = False
+) -> list[str]:
     """Exchange parallel linears of a model chunk; return the names of those that were exchanged.
 
     make(name, linear) -> the module in its place, with the same forward; None: the linear stays. It must hold the
@@ -66,7 +72,8 @@ def replace_linears(chunk: nn.Module, make: MakeLinear, *, output_layer: bool = 
     its `matmul_state` if a `MatmulBackend` has one; it may have more. A model_provider calls this before it returns the
     model: a DistributedDataParallel moves the parameters into buffers. Nothing is communicated, but every rank must
     exchange the same linears. output_layer: also that of an untied output layer, a column-parallel linear without a bias;
-    what is exchanged is then its submodule `linear`, and the weight keeps its name.
+    what is exchanged is then its submodule `linear`, and the weight keeps its name. experts: also each `StackedLinear`, whose
+    rows come with their counts.
 
     Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters or
     state; then nothing has been exchanged.
@@ -78,13 +85,14 @@ def replace_linears(chunk: nn.Module, make: MakeLinear, *, output_layer: bool = 
             "the model is wrapped, as in model_provider"
         )
 
+    kinds = ParallelLinear | StackedLinear if experts else ParallelLinear
     # make all first, so that an error leaves the model as it was
     exchanged: dict[str, nn.Module] = {}
     for name, module in list(chunk.named_modules()):
         linear = module
         if output_layer and isinstance(module, ExchangesLinear):
             linear = module.linear_to_exchange()
-        if not isinstance(linear, ParallelLinear):
+        if not isinstance(linear, kinds):
             continue
         new = make(name, linear)
         if new is None or new is linear:

@@ -22,6 +22,8 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.ops.flops import Flops, FlopsRecord, LayerInput, attention_flops, flops_of, stage_flops, weight_flops
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.peft.lora import add_lora
+from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
 from megatron.core.transformer.layer_build_context import LayerContext
@@ -233,8 +235,15 @@ def experts(config: ModelConfig, **options) -> nn.Module:
     return MOE.ToyMoEModel(config, context=place, spec=spec, **parts)
 
 
+def lora_of_experts(config: ModelConfig, **options) -> nn.Module:
+    """A token goes to two of four experts, of any load, and each has adapters."""
+    model = gpt(replace(config, num_experts=4, moe_ffn_hidden_size=6), **options)
+    add_lora(model, LoRAConfig(lora_rank=2))
+    return model
+
+
 @pytest.mark.parametrize("config", TRAINED)
-@pytest.mark.parametrize("make", [gpt, lora, fp8, frozen_embedding, frozen_layers, experts])
+@pytest.mark.parametrize("make", [gpt, lora, lora_of_experts, fp8, frozen_embedding, frozen_layers, experts])
 def test_the_products_are_those_that_torch_counts(make, config: str):
     """Of a forward and a backward. Attention by the plain kernel, which multiplies the scores that are hidden as well."""
     torch.manual_seed(1)

@@ -7,6 +7,7 @@ ep divides the experts, etp the hidden features f of each. A parameter's gradien
 have brought here; the copies over edp add theirs.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -17,20 +18,21 @@ from torch.nn import functional
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
+from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.sharding.placement import Constant, InitialValue, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
 from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.token_dispatcher import ExpertRows
 from megatron.core.transformer.recompute_in_backward import discard_and_recompute
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(StackedLinear):
     """Y = X A_e^T + b_e for the rows of each expert e of this rank.
 
     shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
@@ -52,7 +54,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         tp = context.tp
         ranks = context.experts
-        axes = {"ep": ranks.ep, "etp": ranks.etp}
+        self.axes = axes = {"ep": ranks.ep, "etp": ranks.etp}
         local = list(shape)
         for name, dim in shard.items():
             local[dim] = size_per_rank(f"dimension {dim} of experts' weights, over {name}", shape[dim], axes[name])
@@ -72,14 +74,21 @@ class GroupedLinear(nn.Module):
             self.bias = tp.parameter(tuple(local[:-1]), of_bias, (ranks.ep, ranks.etp))
 
     def forward(self, x: Tensor, counts: Sequence[int], *, adds_bias: bool = True) -> Tensor:
-        grouped = self.grouped and can_group(x, self.weight)
-        y = _GroupedProduct.apply(x, self.weight, tuple(counts), self.tp.weight_grads, self.tp.matmul, grouped)
+        y = self.product(x, self.weight, counts)
         if self.bias is None:
             return y
         biases = self.bias.flatten(1).unbind()  # [out] each
         if not adds_bias:
             biases = [bias * 0 for bias in biases]
         return y + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, counts, strict=True)])
+
+    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        grouped = self.grouped and can_group(x, weight)
+        return _GroupedProduct.apply(x, weight, tuple(counts), self.tp.weight_grads, self.tp.matmul, grouped)
+
+    def count_flops(self, x: LayerInput) -> Flops:
+        """x: whose tokens are rows, of whichever experts."""
+        return weight_flops(x, self.weight, per_token=math.prod(self.weight.placement.shape[1:]))
 
 
 class ParallelExperts(nn.Module):
@@ -125,11 +134,7 @@ class ParallelExperts(nn.Module):
         """Of each token the products with its experts, whichever they are. x: whose tokens are rows."""
         flops = Flops()
         for linear in (self.linear_fc1, self.linear_fc2):
-            shape = linear.weight.placement.shape
-            per_row = 1
-            for size in shape[1:]:
-                per_row *= size
-            flops += weight_flops(x, linear.weight, per_token=per_row)
+            flops += flops_of(linear, x)
             x = x.after(linear)
         return flops
 
