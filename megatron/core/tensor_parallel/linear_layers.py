@@ -67,9 +67,12 @@ class TensorParallel:
         """The backend of this model's products."""
         return self.matmul_backend or TorchMatmul(self.matmul_modes)
 
-    def matmul_state(self, placement: Placement) -> nn.Module | None:
-        """Return the backend's state of a weight with this placement. A layer holds it, and passes it with the weight."""
-        return self.matmul.state_of(placement, self.dtype, self.device)
+    def matmul_state(self, placement: Placement, local_shape: tuple[int, ...] | None = None) -> nn.Module | None:
+        """Return the backend's state of a weight with this placement. A layer holds it, and passes it with the weight.
+
+        local_shape: of this rank's part, with padding; default: that of the placement.
+        """
+        return self.matmul.state_of_part(placement, local_shape or placement.shape, self.dtype, self.device)
 
     @property
     def sequence_axis(self) -> Axis | None:
@@ -113,11 +116,19 @@ class TensorParallel:
         partial: each rank's gradient is a partial sum, to be all-reduced over the axis. Default: under sequence
         parallelism, where each rank applies the parameter to its part of the sequence.
         """
+        return self.parameter(shape, self.replicated_placement(shape, init, partial=partial))
+
+    def replicated_placement(
+        self, shape: tuple[int, ...], init: InitialValue | None = None, *, partial: bool | None = None
+    ) -> Placement:
+        """Return the placement of a tensor of `shape` that every tensor-parallel rank has a full copy of.
+
+        partial: a rank's gradient, or its value of a buffer in a step, is a part. Default: under sequence parallelism.
+        """
         if partial is None:
             partial = self.sequence_parallel
         partial_grad = (self.axis.name,) if partial else ()
-        placement = Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=partial_grad)
-        return self.parameter(shape, placement)
+        return Placement(shape, init, replicated_over=(self.axis.name,), partial_grad=partial_grad)
 
 
 def size_per_rank(what: str, size: int, axis: Axis) -> int:
@@ -236,7 +247,7 @@ class ColumnParallelLinear(nn.Module):
         sizes = (output_size, input_size)
         weight_placement = Placement(sizes, init, interleaved=interleaved, init_per_matrix=init_per_matrix, **sharding)
         self.weight = tp.parameter((local_size, input_size), weight_placement)
-        self.matmul_state = tp.matmul_state(weight_placement)
+        self.matmul_state = tp.matmul_state(weight_placement, tuple(self.weight.shape))
         self.bias = None
         if bias:
             self.bias = tp.parameter((local_size,), Placement((output_size,), Constant(0.0), **sharding))
@@ -320,7 +331,7 @@ class RowParallelLinear(nn.Module):
         local_size = size_per_rank("input size of a row-parallel layer", input_size, tp.axis)
         weight_placement = Placement((output_size, input_size), init, shard={tp.axis.name: 1})
         self.weight = tp.parameter((output_size, local_size), weight_placement)
-        self.matmul_state = tp.matmul_state(weight_placement)
+        self.matmul_state = tp.matmul_state(weight_placement, tuple(self.weight.shape))
         self.bias = tp.replicated((output_size,), Constant(0.0)) if bias else None
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -41,6 +41,16 @@ class MatmulBackend:
         """
         return None
 
+    def state_of_part(
+        self, placement: Placement, local_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    ) -> nn.Module | None:
+        """Return the same for a state with a value for each row or column; by default that of `state_of`.
+
+        local_shape: of this rank's part, [out/t, in] or [out, in/t]. It has the padding of the output layer's vocabulary, and
+        is not an equal share where `placement.rows` lists a rank's rows.
+        """
+        return self.state_of(placement, dtype, device)
+
     def forward(self, x: Tensor, weight: Tensor, state: nn.Module | None) -> Tensor:
         """Return X W^T. x: [.., in], weight: [out, in] -> [.., out] in the dtype of x, in memory of its own."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from megatron.core.ops.main_grad_interface import grad_sink_of
-from megatron.core.sharding.placement import InitialValue, Placement
+from megatron.core.sharding.placement import InitialValue, Placement, placement_of
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 
@@ -76,7 +76,8 @@ def replace_linears(
     rows come with their counts.
 
     Raises RuntimeError for a model that is wrapped already, and ValueError for a module without the linear's parameters or
-    state; then nothing has been exchanged.
+    state, or, where several tensor-parallel ranks share the linear, with parameters that do not say which part a rank has;
+    then nothing has been exchanged.
     """
     wrapped = next((name for name, p in chunk.named_parameters() if grad_sink_of(p) is not None), None)
     if wrapped is not None:
@@ -106,6 +107,8 @@ def replace_linears(
                     f"replace_linears: the {type(new).__name__} in place of {name} must hold its {what} {key} itself, under "
                     f"this name; set self.{key} = linear.{key}"
                 )
+        if linear.tp.axis.size > 1:
+            _check_parts_are_declared(new, name)
         exchanged[name] = new
 
     for name, new in exchanged.items():
@@ -118,6 +121,21 @@ def replace_linears(
             new.kept_of_linear = tuple(key for key, _ in before.named_children())
             setattr(chunk.get_submodule(path), attribute, new)
     return list(exchanged)
+
+
+def _check_parts_are_declared(new: nn.Module, name: str) -> None:
+    """Raise ValueError for a parameter that would count as whole on every rank, and may be a part or have partial gradients.
+
+    new: the module in place of the linear `name`.
+    """
+    for key, parameter in new.named_parameters():
+        if placement_of(parameter) is None and not hasattr(parameter, "sequence_parallel"):
+            raise ValueError(
+                f"replace_linears: {key} of the {type(new).__name__} in place of {name} does not say which part of it a "
+                "tensor-parallel rank has; make it by output_parameter, input_parameter or linear.tp.replicated, or set "
+                "its sequence_parallel: False if it is whole on every rank, with its whole gradient, True if the gradient "
+                "is a partial sum"
+            )
 
 
 def modules_of_linear(module: nn.Module) -> list[nn.Module] | None:

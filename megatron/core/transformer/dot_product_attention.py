@@ -29,6 +29,8 @@ class CoreAttention(nn.Module):
     by itself. Raises ConfigError if no kernel of `--attention-backend` computes the case.
     """
 
+    attends_over_context_parallel_ranks = True  # see `TransformerLayer`
+
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()
         self.cp = context.cp

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.context_parallel.cp_attention import ContextParallel
 from megatron.core.context_parallel.cp_prefill_cache import PromptShardedCache
+from megatron.core.context_parallel.ring_and_allgather_attention import zigzag_to_sample_order
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.ops.aux_losses import AuxLosses
@@ -127,6 +129,16 @@ class LayerContext:
             first = autograd_collectives.gather_replicated_sequence(first, self.tp.axis)[:1]  # that of rank 0 of tp
         return autograd_collectives.gather_sequence(first, self.cp.axis)[0]  # that of rank 0 of cp
 
+    def whole_samples(self, x: Tensor) -> Tensor:
+        """Return the rows of all context-parallel ranks in the order of the sample: [s/c, b, ..] -> [s, b, ..].
+
+        x: this rank's rows inside a layer, such as its keys; `positions` says which they are. The gradient of x is the sum
+        of what the ranks have for these rows. Every rank of cp must call.
+        """
+        if self.cp.axis.size == 1:
+            return x
+        return zigzag_to_sample_order(autograd_collectives.gather_sequence(x, self.cp.axis).chunk(self.cp.axis.size))
+
     def sum_over_sample(self, x: Tensor) -> Tensor:
         """Return the sums of x, of any shape, over the ranks that hold other rows of the same samples between layers.
 
@@ -140,10 +152,18 @@ class LayerContext:
     def cache(
         self, starts: Sequence[int], capacity: int, device: torch.device | str, kind: str = "contiguous"
     ) -> AttentionCache:
-        """Return the cache of a chunk's layers; starts and capacity: see `AttentionCache`. kind: a name in `CACHES`."""
+        """Return the cache of a chunk's layers; starts and capacity: see `AttentionCache`. kind: a name in `CACHES`.
+
+        Raises ConfigError for a cache without `append` where context-parallel ranks share the prompts.
+        """
         cache = CACHES[kind](starts, capacity, device)
         if self.cp.axis.size == 1:
             return cache
+        if type(cache).append is AttentionCache.append:
+            raise ConfigError(
+                f"the cache {kind!r} ({type(cache).__name__}) defines no append(layer, entries), which context-parallel ranks "
+                "call with the entries of all prompts; define it, or generate with --context-parallel-size 1"
+            )
         return PromptShardedCache(cache, self.cp.axis)
 
     def hidden_dropout(self, probability: float, site: str, layer: int) -> HiddenDropout:

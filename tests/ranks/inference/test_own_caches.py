@@ -13,11 +13,13 @@ from same_code import ROOT
 from tiny_run import GPT, LLAMA, SEQ, VOCAB, Layout, assert_equal, build, build_chunks, run
 from torch import Tensor
 
+from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache, Entries, KeyValueCache, LayerAttention
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
@@ -128,13 +130,8 @@ def test_the_attention_of_the_page_writes_from_latents_what_its_plain_forward_sa
     make_layer = partial(ParallelTransformerLayer, make_attention=names["LatentAttention"])
     subject = replace(GPT, make=lambda config, **parts: GPTModel(config, positions=SEQ, make_layer=make_layer, **parts))
     config = MODELS["gpt2"]
-    model = build_chunks(single_rank_mesh(), config, Layout(), subject=subject)[0][0].module.eval()
+    expected = scores_without_cache(config, subject)
     kept: list[Tensor] = []
-    expected = []
-    with torch.no_grad():
-        for prompt, after in zip(PROMPTS, AFTER):
-            texts = (prompt + after[:step] for step in range(len(after)))
-            expected.append([model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1, :VOCAB] for ids in texts])
 
     class Watched(Latents):
         def append(self, layer: int, entries: Entries) -> None:
@@ -145,10 +142,82 @@ def test_the_attention_of_the_page_writes_from_latents_what_its_plain_forward_sa
     ranks = run_ranks(sizes, partial(forced, config=config, length=SEQ, cache="latents", subject=subject))
     assert {latents.shape[2:] for latents in kept} == {(8,)}
     before_the_last_stage = 2 if sizes.get("pp") else 0
-    for seen in ranks[before_the_last_stage:]:
+    assert_close_scores(ranks[before_the_last_stage:], expected)
+
+
+def scores_without_cache(config, subject) -> list[list[Tensor]]:
+    """The scores of each text at each step, of one process that computes each text alone."""
+    model = build_chunks(single_rank_mesh(), config, Layout(), subject=subject)[0][0].module.eval()
+    expected = []
+    with torch.no_grad():
+        for prompt, after in zip(PROMPTS, AFTER):
+            texts = (prompt + after[:step] for step in range(len(after)))
+            expected.append([model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, -1, :VOCAB] for ids in texts])
+    return expected
+
+
+def assert_close_scores(ranks, expected) -> None:
+    for seen in ranks:
         for got, want in zip(seen, expected, strict=True):
             for a, b in zip(got, want, strict=True):
                 assert (a - b).abs().max() <= 1e-10 * b.abs().max()
+
+
+def linear_attention():
+    """Of docs/adding_a_model.md, as a subject of layouts; its block adds the cache "sums"."""
+    attention = names_of_block("adding_a_model.md", "class LinearAttention")["LinearAttention"]
+    make_layer = partial(ParallelTransformerLayer, make_attention=attention)
+    return replace(GPT, make=lambda config, **parts: GPTModel(config, positions=SEQ, make_layer=make_layer, **parts))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cache"),
+    [
+        ({"tp": 2}, "sums"),
+        ({"cp": 2}, "sums"),
+        pytest.param({"cp": 2}, "contiguous", marks=pytest.mark.full),
+        pytest.param({"pp": 2, "cp": 2}, "sums", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_linear_attention_of_the_page_writes_from_sums_what_its_plain_forward_says(sizes, cache):
+    """docs/adding_a_model.md: a cache that keeps one matrix a head, of texts of different lengths."""
+    subject, config = linear_attention(), MODELS["gpt2"]
+    ranks = run_ranks(sizes, partial(forced, config=config, length=SEQ, cache=cache, subject=subject))
+    before_the_last_stage = 2 if sizes.get("pp") else 0
+    assert_close_scores(ranks[before_the_last_stage:], scores_without_cache(config, subject))
+
+
+def test_the_linear_attention_of_the_page_trains_over_context_parallel_ranks_as_in_one_process():
+    trained = partial(run, replace(MODELS["gpt2"], num_layers=2), subject=linear_attention(), steps=1, global_batch=4)
+    assert_equal(trained(Layout(tp=2, sp=True, cp=2, m=2)), trained(Layout(m=2)), 1e-10)
+
+
+def test_what_sees_its_own_tokens_alone_is_refused_where_ranks_share_the_samples():
+    """An attention that asks no other rank, and a cache that cannot take the prompts of all."""
+    names = names_of_block("adding_a_model.md", "class LinearAttention")
+    config = MODELS["gpt2"]
+
+    class Alone(names["LinearAttention"]):
+        attends_over_context_parallel_ranks = False
+
+    class OfAttend(AttentionCache):
+        def attend(self, layer, q, entries, attention):
+            return q.flatten(2)
+
+    CACHES["of attend"] = OfAttend
+
+    def work(mesh) -> None:
+        context = LayerContext.from_mesh(mesh, torch.float64)
+        with pytest.raises(ConfigError, match=r"the attention of layer 1 \(Alone\) has no CoreAttention"):
+            ParallelTransformerLayer(config, 1, context, make_attention=Alone)
+        with pytest.raises(ConfigError, match=r"'of attend' \(OfAttend\) defines no append"):
+            context.cache([0], 4, "cpu", "of attend")
+
+    run_ranks({"cp": 2}, work)
+    alone = LayerContext.from_mesh(single_rank_mesh(), torch.float64)
+    ParallelTransformerLayer(config, 1, alone, make_attention=Alone)
+    assert isinstance(alone.cache([0], 4, "cpu", "of attend"), OfAttend)
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
+from megatron.core.transformer.layer_build_context import LayerContext
 from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)
@@ -268,6 +269,71 @@ def test_the_adapter_of_the_page_trains_as_in_one_process():
 
     scaled = partial(run, LLAMA, subject=replace(GPT, make=make), steps=2, global_batch=12)
     assert_equal(scaled(Layout(tp=2, sp=True, pp=2, m=3)), scaled(Layout()), 1e-10)
+
+
+def test_the_adapter_of_a_part_of_a_linear_trains_as_in_one_process():
+    """docs/adding_a_model.md: IA3 of the paper, where tensor-parallel ranks share the one key and value head."""
+    names = names_of_block(PAGE, "def add_rescaling")
+
+    def make(config, **parts) -> nn.Module:
+        model = GPT.make(config, **parts)
+        assert {name.rpartition(".")[2] for name in names["add_rescaling"](model)} == {"linear_qkv", "linear_fc2"}
+        return model
+
+    config = replace(LLAMA, num_layers=2, num_query_groups=1)
+    scaled = partial(run, config, subject=replace(GPT, make=make), steps=1, global_batch=4)
+    got = scaled(Layout(tp=2, sp=True, m=2))
+    assert_equal(got, scaled(Layout(m=2)), 1e-10)
+    groups = [grad for name, grad in got.grads[-1].items() if name.endswith("linear_qkv.ia3")]
+    queries = config.num_attention_heads * config.head_width
+    assert len(groups) == 2 and all(not grad[:queries].any() and grad[queries:].all() for grad in groups)
+
+
+def test_a_parameter_that_may_be_a_part_says_what_a_rank_has():
+    class Scaled(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.weight, self.bias, self.matmul_state = linear.weight, linear.bias, linear.matmul_state
+            self.ia3 = nn.Parameter(torch.ones(len(linear.weight)))
+
+    class Declared(Scaled):
+        def __init__(self, linear):
+            super().__init__(linear)
+            self.ia3.sequence_parallel = False
+
+    def work(mesh: Mesh) -> None:
+        model = GPT.make(TINY_GPT2, vocab_size=61, layers=range(2), context=LayerContext.from_mesh(mesh, torch.float32))
+        if mesh["tp"].size > 1:
+            with pytest.raises(
+                ValueError, match=r"ia3 of the Scaled in place of .*linear_qkv does not say which part of it"
+            ):
+                replace_linears(model, lambda name, linear: Scaled(linear))
+            assert replace_linears(model, lambda name, linear: Declared(linear))
+        else:
+            assert replace_linears(model, lambda name, linear: Scaled(linear))
+
+    run_ranks({"tp": 2}, work)
+    run_ranks({}, work)
+
+
+def test_the_low_rank_adapter_of_the_page_leaves_the_padding_of_the_vocabulary():
+    """Its rows are zeros, of which the norm is no divisor."""
+    names = names_of_block(PAGE, "class DoRA")
+
+    def work(mesh: Mesh) -> None:
+        model = GPT.make(
+            TINY_LLAMA, vocab_size=61, layers=range(1), context=LayerContext.from_mesh(mesh, torch.float32)
+        )
+        make = lambda name, linear: names["DoRA"](linear, 2, 4.0) if name.endswith("output_layer") else None  # noqa: E731
+        assert replace_linears(model, make, output_layer=True)
+        for module in model.modules():
+            if isinstance(module, names["DoRA"]):
+                with torch.no_grad():
+                    module.initialize_from_weights()
+        scores = model(torch.arange(4)[None], torch.arange(4)[None])
+        assert scores.shape[-1] > 61 // mesh["tp"].size and scores.isfinite().all()
+
+    run_ranks({"tp": 2}, work)
 
 
 @pytest.mark.full

@@ -20,14 +20,19 @@ from whole_run import TINY
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import load_whole_tensors
+from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert.bert_stage import BertModel
+from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE
+from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
+from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
 from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 from megatron.core.transformer.layer_build_context import LayerContext
 from tools.estimating.measure import measure
@@ -115,6 +120,55 @@ def test_the_backend_of_the_page_trains_as_in_one_process():
     subject = replace(GPT, make=lambda config, **parts: names["RoundedGPTModel"](config, positions=SEQ, **parts))
     rounded = partial(run, LLAMA, subject=subject, steps=2, global_batch=6)
     assert_equal(rounded(Layout(tp=2, sp=True, pp=2, m=3)), rounded(Layout()), 1e-10)
+
+
+class RowScales(ChangesAtStepEnd):
+    """A scale for each row of a weight, wherever its parts are."""
+
+    def __init__(self, placement, local_shape, dtype, device):
+        super().__init__()
+        out = placement.shape[0]
+        if placement.shard.get("tp") == 1:  # each rank has a part of every row
+            rows = Placement((out,), None, replicated_over=("tp",), partial_grad=("tp",))
+        else:
+            rows = Placement((out,), None, shard=placement.shard, blocks=placement.blocks, rows=placement.rows)
+        self.register_buffer("scale", torch.full(local_shape[:1], 0.01, dtype=dtype, device=device))
+        self.register_buffer("amax", torch.zeros(local_shape[:1], dtype=dtype, device=device))
+        self.buffer_placements = {"amax": BufferPlacement("max", rows), "scale": BufferPlacement("copy", rows)}
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        self.amax.copy_(torch.maximum(self.amax, weight.detach().abs().amax(-1)))
+        scale = self.scale[:, None]
+        return (weight / scale).round() * scale
+
+    def end_of_step(self) -> None:
+        self.scale.copy_(torch.where(self.amax > 0, self.amax / 127, self.scale))
+        self.amax.zero_()
+
+
+class RoundedRows(MatmulBackend):
+    def state_of_part(self, placement, local_shape, dtype, device):
+        return RowScales(placement, local_shape, dtype, device)
+
+    def forward(self, x, weight, state):
+        return x @ state.rounded(weight).t()
+
+    def dgrad(self, grad, weight, state):
+        return grad @ state.rounded(weight)
+
+    def wgrad(self, grad, x, state):
+        return grad.t() @ x
+
+
+def test_a_state_has_a_value_for_each_row_of_a_rank():
+    """Also of rows that pad a vocabulary, of fused blocks, and of a key and value head that two ranks share."""
+
+    def make(config, *, context, **parts) -> GPTModel:
+        return GPTModel(config, positions=SEQ, context=context.with_matmul_backend(RoundedRows()), **parts)
+
+    config = replace(LLAMA, num_layers=2, num_query_groups=1)
+    rounded = partial(run, config, subject=replace(GPT, make=make), steps=2, global_batch=4)
+    assert_equal(rounded(Layout(tp=2, sp=True, m=2)), rounded(Layout(m=2)), 1e-10)
 
 
 def test_a_backend_is_an_object():

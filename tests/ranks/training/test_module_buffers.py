@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from documents import names_of_block
 from local_ranks import run_ranks
 from script_run import trainer_of
 from torch import Tensor, nn
@@ -16,11 +17,12 @@ from whole_run import TINY
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
-from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
+from megatron.core.distributed.buffer_sync import BufferSync, ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.module_buffer_placement import BufferPlacement
 from megatron.core.sharding.placement import Placement
+from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.training.checkpointing.module_buffers import digest
 from tools import checkpoint_inspect
 
@@ -337,3 +339,31 @@ def test_a_digest_tells_values_apart(one, other):
 def test_an_axis_whose_ranks_are_combined_has_equal_values_afterwards():
     with pytest.raises(ValueError, match="tp is in partial_grad and not in replicated_over"):
         BufferPlacement("max", Placement((), None, partial_grad=("tp",)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_buffers_of_the_page_follow_the_tokens_of_all_ranks(sequence_parallel: bool):
+    """docs/adding_a_model.md: tensor-parallel ranks have other tokens under sequence parallelism, and else the same."""
+    names = names_of_block("adding_a_model.md", "class BalancedScale")
+    tokens = torch.randn(8, 2, 4, dtype=torch.float64)  # [s, b, h]
+
+    def buffers(mesh: Mesh) -> tuple[float, int, float]:
+        tp, dp = mesh["tp"], mesh.samples
+        context = LayerContext.from_mesh(mesh, torch.float64, sequence_parallel=sequence_parallel and tp.size > 1)
+        module = names["BalancedScale"](12, context)  # tokens; there are 16
+        sync = BufferSync(module, mesh)
+        x = tokens.chunk(dp.size, 1)[dp.rank]
+        if context.tp.sequence_parallel:
+            x = x.chunk(tp.size)[tp.rank]
+        sync.begin_step()
+        module(x)
+        counted = int(module.tokens)
+        sync.end_step()
+        return float(module.average), counted, float(module.bias)
+
+    (expected,) = run_ranks({}, buffers)
+    found = run_ranks({"tp": 2, "dp": 2}, buffers)
+    ranks_of_a_sample = 2 if sequence_parallel else 1
+    assert {of_rank[1] for of_rank in found} == {expected[1] // 2 // ranks_of_a_sample}
+    for of_rank in found:
+        assert of_rank[0] == pytest.approx(expected[0], rel=1e-12) and of_rank[2] == expected[2] < 0

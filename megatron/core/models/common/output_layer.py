@@ -43,7 +43,8 @@ class LanguageModelHead(ExchangesLinear):
         rows = config.padded_vocab_size(vocab_size, tp.axis.size) // tp.axis.size
         weight_placement = Placement((vocab_size, config.hidden_size), config.init, shard={tp.axis.name: 0})
         self.global_shape = weight_placement.shape  # of the weight, without padding: [vocabulary, h]
-        self.matmul_state = tp.matmul_state(weight_placement)  # of the product; a tied weight is the embedding's
+        # of the product; a tied weight is the embedding's
+        self.matmul_state = tp.matmul_state(weight_placement, (rows, config.hidden_size))
         if config.untie_embeddings_and_output_weights:
             self.weight = tp.parameter((rows, config.hidden_size), weight_placement)
             declare_tiled_use(self.weight, self.tiles)

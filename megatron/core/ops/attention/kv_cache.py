@@ -55,8 +55,8 @@ class AttentionCache:
     starts: the column in which each text begins, so that `positions` are its own. capacity: the most columns; a text that
     outgrows it begins with a new cache.
 
-    A subclass defines `append` and `entries`, or `attend` alone if its kernel reads the entries where they are. `attend`
-    calls `append`, then `entries`, each once. Attributes of a subclass need names that this class does not have; to assign
+    A subclass defines `append` and `entries`, or `attend` if its kernel reads the entries where they are; then it needs
+    `append` only where context-parallel ranks share the prompts. `attend` calls `append`, then `entries`, each once. Attributes of a subclass need names that this class does not have; to assign
     one that it has raises AttributeError.
     """
 
@@ -108,11 +108,11 @@ class AttentionCache:
 
         layer: its number over the whole model, from 0; the layers of this stage alone occur.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines neither append(layer, entries) nor attend")
 
     def entries(self, layer: int, stop: int) -> Entries:
         """Return the entries of columns 0 to `stop` of a layer, each [stop, b, ..]; those of padding may be anything finite."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines neither entries(layer, stop) nor attend")
 
     def attend(self, layer: int, q: Tensor, entries: Entries, attention: LayerAttention) -> Tensor:
         """Store the entries of the next columns; return the attention of their queries over all columns so far.
