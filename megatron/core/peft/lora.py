@@ -221,8 +221,8 @@ def add_lora(
         if config.lora_dropout > 0:
             dropout = _dropout(name, linear, config.lora_dropout, keys, rows_of_sample)
         if values is None:
-            return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, config.scale, dropout)
-        return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, config.scale, dropout)
+            return (ColumnLoRA if is_column else RowLoRA)(linear, adapters, dropout)
+        return (GivenColumnLoRA if is_column else GivenRowLoRA)(linear, adapters, dropout)
 
     names = replace_linears(chunk, make, output_layer=True, experts=True)
     if linears - {"output_layer"}:
