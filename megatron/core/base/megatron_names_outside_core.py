@@ -617,7 +617,7 @@ NOT_BUILT: Mapping[str, str] = {
         "HybridCPMegatronPretrainingSampler MegatronPretrainingRandomSampler MegatronPretrainingSampler "
         "RandomSeedDataset build_pretraining_data_loader"
     ),
-    "megatron.training.datasets.sft_dataset": "MockSFTDataset SFTLowLevelDataset",
+    "megatron.training.datasets.sft_dataset": "MockSFTDataset",
     "megatron.training.dgrad_logging": "DataGradLogger disable_dgrad_logging enable_dgrad_logging save_dgrads",
     "megatron.training.dist_signal_handler": "DistributedSignalHandler all_gather_item get_device get_world_size",
     "megatron.training.distillation": "LossFuncCallable",
