@@ -34,6 +34,7 @@ from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, keep_reports
 from megatron.training.arguments.checkpoint_to_load import resume_hint
+from megatron.training.arguments.command_line import reason_lines
 from megatron.training.build import DatasetsProvider, build_chunks, refuse_together
 from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, build_pipeline
 from megatron.training.checkpointing import save_and_load
@@ -648,6 +649,17 @@ class Trainer:
                 divides_outer=config.divides_over_outer,
             )
             print_rank_0(line)
+
+        # what has no effect on this model
+        curves = self.config.tensorboard
+        has_curves = (
+            curves.is_on or self.config.log.metrics_file is not None
+        )  # else the settings have a note of their own
+        has_values = bool(self.pipeline.aux_losses) or self.config.transformer.has_experts
+        if curves.moe_per_layer_logging and has_curves and not has_values:
+            reasons = {"--moe-per-layer-logging": "the model has neither experts nor auxiliary losses of layers"}
+            for note in reason_lines("no effect here", reasons):
+                print_rank_0(note)
 
         # log lines and start
         interval = self.config.log.steps_between_lines

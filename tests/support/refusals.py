@@ -64,6 +64,21 @@ REFUSALS = {
         MOCK + "--num-experts 4 --moe-pad-expert-input-to-capacity",
         "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor",
     ),
+    "capacity of nothing": (
+        1,
+        MOCK + "--num-experts 4 --moe-expert-capacity-factor 0",
+        "--moe-expert-capacity-factor 0",
+    ),
+    "groups that are not numbered": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-group-topk 1",
+        "--moe-router-group-topk 1 --moe-router-num-groups",
+    ),
+    "limited devices": (
+        1,
+        MOCK + "--num-experts 4 --moe-router-topk-limited-devices 2",
+        "--moe-router-topk-limited-devices 2 --moe-router-group-topk 2 --moe-router-num-groups",
+    ),
     "router dtype": (1, MOCK + "--num-experts 4 --moe-router-dtype bf16", "--moe-router-dtype bf16 fp32 fp64"),
     "bias of a softmax": (
         1,

@@ -49,6 +49,8 @@ def _choice_of_experts(model: ModelConfig) -> dict[str, Any] | None:
     names = ("moe_router_topk", *_SETTINGS_OF_CHOICE)
     score_function, pre_softmax = model.router_weights
     values = {name: getattr(model, name) for name in names}
+    if model.moe_router_group_topk is None:
+        values["moe_router_num_groups"] = None  # read by nothing else
     return values | {"moe_router_score_function": score_function, "moe_router_pre_softmax": pre_softmax}
 
 

@@ -36,10 +36,12 @@ class BufferPlacement:
     placement: None: the whole buffer is on every rank. With `shard` it reshards as a parameter does. Values of axes in
     `partial_grad` are combined as those of data-parallel ranks are; such an axis is in `replicated_over` too, since
     afterwards its ranks have equal values. Over tp, a "copy" is the first rank's if tp is in `replicated_over`.
+    restarts: the buffer has its initial value between steps, so that a checkpoint without it lacks nothing.
     """
 
     sync: Sync = "copy"
     placement: Placement | None = None
+    restarts: bool = False
 
     def __post_init__(self) -> None:
         if self.sync not in get_args(Sync):

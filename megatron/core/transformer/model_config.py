@@ -274,6 +274,10 @@ def canonical_expert_settings(settings: Mapping[str, Any], ffn_size: int) -> dic
     }
     if all(pattern):
         canonical["ffn_hidden_size"] = None  # no layer has a dense MLP
+    if settings.get("moe_router_group_topk") is None:
+        canonical["moe_router_num_groups"] = None  # read by nothing else
+    if settings.get("moe_shared_expert_intermediate_size") is None:
+        canonical["moe_shared_expert_gate"] = False
     return canonical
 
 

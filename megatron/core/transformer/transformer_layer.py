@@ -38,7 +38,7 @@ from megatron.core.transformer.layer_build_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
-from megatron.core.transformer.moe.moe_layer import ParallelMoE, mlp_of_layer
+from megatron.core.transformer.moe.moe_layer import mlp_of_layer
 from megatron.core.transformer.norm import Norm, make_norm
 from megatron.core.transformer.recompute_in_backward import discard_and_recompute, recompute_in_backward
 from megatron.core.transformer.spec_utils import ContextSpec, build_module, build_part, is_custom_part
@@ -189,7 +189,7 @@ class TransformerLayer(MegatronModule):
         self.norm_placement = settings.norm_placement
         self.residual_multiplier = settings.residual_multiplier
         self.apply_residual_connection_post_layernorm = settings.apply_residual_connection_post_layernorm
-        self.recomputes_mlp = settings.recomputes("moe" if isinstance(self.mlp, ParallelMoE) else "mlp")
+        self.recomputes_mlp = settings.recomputes(getattr(self.mlp, "recompute_module", "mlp"))
         self.recomputes_norms = settings.recomputes("layernorm")
         self.keys = place.keys
         self.compiled = compiles(settings, place.tp.device)

@@ -35,6 +35,7 @@ from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
+from megatron.core.sharding.module_buffer_placement import persistent_buffers
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.global_vars import print_rank_0
 
@@ -83,7 +84,8 @@ def load_buffers(
         there = {name: local for name, local in tensors.items() if name in shapes}
         if shapes:
             checkpoint.read_into(there, mesh["world"], convert=True, device=device)
-        if absent := [name for name in buffers if BUFFER + name not in shapes]:
+        restart = _names_that_restart(by_stage.values(), mesh["pp"], device)
+        if absent := [name for name in buffers if BUFFER + name not in shapes and name not in restart]:
             print_rank_0(
                 f"WARNING: {source} holds no values of these buffers, as before buffers of models were saved and as other "
                 f"projects' folders; they start at their initial values: {first_names(absent)}"
@@ -104,6 +106,12 @@ def load_buffers(
     tensors = sharded_buffers(by_stage, mesh, buffers, shapes)
     checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
     copy_buffers_to_later_stages(by_stage, shapes)
+
+
+def _names_that_restart(modules: Iterable[nn.Module], pp: Axis, device: torch.device | str) -> set[str]:
+    """Return the buffers of all pipeline stages that have their initial values between steps. Every rank must call."""
+    own = [buffer.name for module in modules for buffer in persistent_buffers(module) if buffer.declared.restarts]
+    return {name for text in collectives.all_gather_texts(json.dumps(own), pp, device) for name in json.loads(text)}
 
 
 # ---------------------------------------------------------------- extra states

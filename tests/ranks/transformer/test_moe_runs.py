@@ -128,6 +128,19 @@ def test_the_commands_of_the_page_train():
     assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-9)
 
 
+@pytest.mark.parametrize(("experts", "notes"), [("", 1), (" --num-experts 4", 0)])
+def test_logging_by_layer_is_named_where_no_layer_has_anything_to_log(experts: str, notes: int, tmp_path, capsys):
+    """With curves, and known once the model is built: layers of a script may have losses of their own."""
+    flags = f"{' '.join(TINY)} --train-iters 1 --moe-per-layer-logging --metrics-file {tmp_path / 'metrics'}{experts}"
+
+    def rank(mesh: Mesh) -> None:
+        with trainer_of(pretrain_gpt, mesh, flags, predicts=False) as trainer:
+            trainer._announce()
+
+    run_ranks({}, rank)
+    assert capsys.readouterr().out.count("no effect here: --moe-per-layer-logging") == notes
+
+
 # ---------------------------------------------------------------- what ranks send
 
 FORCED = {"moe_router_force_load_balancing": True}

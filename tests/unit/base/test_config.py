@@ -503,6 +503,17 @@ def test_without_experts_every_setting_of_experts_is_named(experts: str):
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff"),
         ("--moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 1 --moe-router-pre-softmax", ""),
         ("--moe-router-num-groups 2 --moe-router-group-topk 2", "--moe-router-group-topk --moe-router-num-groups"),
+        # Megatron accepts these and reads them nowhere
+        ("--moe-router-num-groups 3", "--moe-router-num-groups"),
+        ("--moe-router-pre-softmax --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),
+        ("--moe-router-pre-softmax --moe-router-load-balancing-type sinkhorn", "--moe-router-pre-softmax"),
+        ("--moe-router-pre-softmax", ""),
+        ("--moe-shared-expert-gate", "--moe-shared-expert-gate"),
+        ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap"),
+        (
+            "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 8 --moe-token-dispatcher-type alltoall",
+            "",
+        ),
         (
             "--moe-router-force-load-balancing --moe-router-num-groups 4 --moe-router-group-topk 2",
             "--moe-router-group-topk --moe-router-num-groups",

@@ -54,11 +54,31 @@ def kind_of(name: str) -> str | None:
     return "model" if KNOBS[name] == "transformer" and name not in COURSE_OF_MODEL else "course"
 
 
+# Settings of experts that are read only if another is given.
+READ_WITH = {
+    "moe_router_num_groups": {"moe_router_group_topk": 2},
+    "moe_shared_expert_gate": {"moe_shared_expert_intermediate_size": 8},
+}
+
+
+def with_experts(name: str) -> dict:
+    """Settings of a model that reads the setting `name` of experts."""
+    return {**DEFAULTS, "transformer": {**DEFAULTS["transformer"], "num_experts": 8, **READ_WITH.get(name, {})}}
+
+
+@pytest.mark.parametrize("name", READ_WITH)
+def test_a_setting_of_experts_that_nothing_reads_is_not_compared(name):
+    base = with_value("transformer", "num_experts", 8)
+    given = {**base, "transformer": {**base["transformer"], name: other_than(DEFAULTS["transformer"][name])}}
+    assert kinds(compare(base, given)) == kinds(compare(given, base)) == {}
+    assert kinds(compare(with_experts(name), with_experts(""))) != {}
+
+
 @pytest.mark.parametrize("part", COMPONENTS)
 def test_a_setting_is_compared_unless_a_table_says_why_not(part):
     found = {}
     for name, value in DEFAULTS[part].items():
-        base = with_value("transformer", "num_experts", 8) if name in OF_EXPERTS[1:] else DEFAULTS
+        base = with_experts(name) if name in OF_EXPERTS[1:] else DEFAULTS
         other = "2" if name == "moe_layer_freq" else other_than(value)
         changes = kinds(compare(base, {**base, part: {**base[part], name: other}}))
         found[name] = next((kind for kind, names in changes.items() if name in names), None)

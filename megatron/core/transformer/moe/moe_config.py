@@ -115,7 +115,7 @@ class MoEConfig(AttentionConfig):
     )
     moe_enable_deepep: bool = option(False, "refused with --num-experts: dispatch by the kernels of DeepEP")
     moe_router_topk_limited_devices: Count | None = option(
-        None, "refused with --num-experts: deprecated in Megatron, which has groups of experts instead"
+        None, "refused with --num-experts: a choice by the number of ranks; Megatron has groups of experts instead"
     )
 
     def problems(self) -> Iterator[str]:
@@ -151,10 +151,10 @@ class MoEConfig(AttentionConfig):
                     f"{flag} needs kernels of DeepEP, HybridEP or NCCL, which are not used here; give "
                     "--moe-token-dispatcher-type alltoall"
                 )
-        if self.moe_router_topk_limited_devices is not None:
+        if (devices := self.moe_router_topk_limited_devices) is not None:
             yield (
-                "--moe-router-topk-limited-devices is deprecated in Megatron and not built; give --moe-router-num-groups and "
-                "--moe-router-group-topk"
+                f"--moe-router-topk-limited-devices {devices} would choose by the number of expert-parallel ranks, and is no flag of "
+                f"Megatron's scripts; give --moe-router-group-topk {devices}, and --moe-router-num-groups with that number"
             )
 
     def _problems_of_choice(self) -> Iterator[str]:
@@ -170,10 +170,10 @@ class MoEConfig(AttentionConfig):
                 "--moe-router-topk 1 with a softmax over the chosen expert gives the weight 1, and the router learns nothing; "
                 "give --moe-router-pre-softmax, or --moe-router-score-function sigmoid"
             )
-        if (groups is None) != (kept is None):
-            yield "--moe-router-num-groups and --moe-router-group-topk need each other; give both"
-        elif groups is not None and kept is not None:
-            if experts % groups:
+        if kept is not None:  # alone, --moe-router-num-groups has no effect
+            if groups is None:
+                yield f"--moe-router-group-topk {kept} needs --moe-router-num-groups; give both"
+            elif experts % groups:
                 yield f"--num-experts {experts} must be a multiple of --moe-router-num-groups {groups}; change one"
             elif kept > groups:
                 yield f"--moe-router-group-topk {kept} is more than --moe-router-num-groups {groups}; change one"
@@ -207,7 +207,7 @@ class MoEConfig(AttentionConfig):
             != "softmax",
             "--moe-router-pre-softmax": self.moe_router_pre_softmax and self.moe_router_topk == 1,
             "--moe-router-topk-scaling-factor": self.moe_router_topk_scaling_factor is not None,
-            "--moe-router-num-groups": self.moe_router_num_groups is not None,
+            "--moe-router-group-topk": self.moe_router_group_topk is not None,
             "--moe-router-enable-expert-bias": self.moe_router_enable_expert_bias,
         }.items():
             if is_set:
@@ -226,14 +226,8 @@ class MoEConfig(AttentionConfig):
             )
         elif not any(self.is_moe_layer(layer) for layer in range(self.num_layers)):
             yield f"--moe-layer-freq {self.moe_layer_freq} gives no layer experts; leave out --num-experts"
-        shared = self.moe_shared_expert_intermediate_size is not None
-        for flag, is_set in {
-            "--moe-shared-expert-gate": self.moe_shared_expert_gate,
-            "--moe-shared-expert-overlap": self.moe_shared_expert_overlap,
-        }.items():
-            if is_set and not shared:
-                yield f"{flag} needs --moe-shared-expert-intermediate-size; give both, or leave it out"
-        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type == "allgather":
+        overlaps = self.moe_shared_expert_overlap and self.moe_shared_expert_intermediate_size is not None
+        if overlaps and self.moe_token_dispatcher_type == "allgather":
             yield (
                 "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall, which starts to send before the "
                 "shared experts compute"
@@ -242,6 +236,11 @@ class MoEConfig(AttentionConfig):
             yield (
                 f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {self.moe_router_topk}: with more, an input has "
                 "several weights"
+            )
+        if self.capacity_factor == 0:
+            yield (
+                "--moe-expert-capacity-factor 0 drops every token, and the experts learn nothing; give a positive one, or leave it out "
+                "to drop none"
             )
         if self.moe_pad_expert_input_to_capacity and self.capacity_factor is None:
             yield (
@@ -259,14 +258,26 @@ class MoEConfig(AttentionConfig):
             return
 
         # the choice of experts
+        if self.balances_by_sinkhorn:
+            yield ("moe_router_pre_softmax",), "Sinkhorn routing takes a softmax over all experts in any case"
+        elif self.moe_router_score_function != "softmax":
+            why = f"--moe-router-score-function {self.moe_router_score_function} takes no softmax"
+            yield ("moe_router_pre_softmax",), why
         if not self.moe_router_enable_expert_bias:
             yield ("moe_router_bias_update_rate",), "experts have no bias without --moe-router-enable-expert-bias"
         of_groups = ("moe_router_num_groups", "moe_router_group_topk")
         if self.moe_router_force_load_balancing:
             of_bias = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
             yield (*of_groups, *of_bias), "--moe-router-force-load-balancing chooses experts in turn"
+        elif self.moe_router_group_topk is None:
+            yield ("moe_router_num_groups",), "all experts are chosen from without --moe-router-group-topk"
         elif self.moe_router_num_groups == self.moe_router_group_topk:
             yield of_groups, f"a token's experts may be in any of the {self.moe_router_num_groups} groups"
+
+        # shared experts
+        if self.moe_shared_expert_intermediate_size is None:
+            of_shared = ("moe_shared_expert_gate", "moe_shared_expert_overlap")
+            yield of_shared, "there are no shared experts without --moe-shared-expert-intermediate-size"
 
         # capacity
         if self.capacity_factor is not None:
@@ -324,7 +335,7 @@ class MoEConfig(AttentionConfig):
         h = self.hidden_size
         shared = self.moe_shared_expert_intermediate_size or 0
         width = self.moe_router_topk * self.expert_ffn_size + shared
-        gate = h if self.moe_shared_expert_gate else 0
+        gate = h if shared and self.moe_shared_expert_gate else 0
         return (3 if self.is_gated else 2) * h * width + h * self.num_experts + gate
 
     @property

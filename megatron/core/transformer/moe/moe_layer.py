@@ -32,6 +32,7 @@ class ParallelMoE(nn.Module):
     """
 
     gives_hidden_states = True  # for --inspect
+    recompute_module = "moe"  # its name in --recompute-modules; of an MLP without one it is mlp
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()

@@ -68,7 +68,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         self.register_buffer("expert_bias", starts if config.moe_router_enable_expert_bias else None)
         self.register_buffer("tokens_per_expert", torch.zeros(experts, dtype=torch.int64, device=tp.device))
         over_tp = Placement((experts,), None, replicated_over=("tp",), partial_grad=("tp",))
-        self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp)}
+        self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp, restarts=True)}
         self.tokens_of_last_step: Tensor | None = None  # int64 [E], over all ranks
         self.idle_steps = torch.zeros(experts, dtype=torch.int64, device=tp.device)  # [E], since an expert had a token
         self.replay: Any = None  # a `RouteReplay`
