@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, add_flags, build, option
-from megatron.core.peft.lora_config import EXPERTS, PARTS, LoRAConfig
+from megatron.core.peft.lora_config import EXPERTS, PARTS, LoRAConfig, canonical_name, target_of, target_of_part
 from megatron.training.arguments.parser import answer_help
 
 DEFAULTS = {"sft": True, "eval_iters": 0, "use_checkpoint_args": True, "micro_batch_size": 1}
@@ -83,7 +83,7 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     names = add_lora(
         model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows, elsewhere=others
     )
-    wants_output_layer = not {"output_layer", "lm_head"}.isdisjoint(lora.lora_target_modules)
+    wants_output_layer = "output_layer" in map(canonical_name, lora.lora_target_modules)
     if post_process and wants_output_layer and not any(name.endswith("output_layer") for name in names):
         raise ConfigError(
             "--lora-target-modules output_layer: the model's output layer has the embedding's weight, and none of its own; "
@@ -174,9 +174,10 @@ def values_of(folder: PeftFolder, lora: LoRAConfig) -> Callable[[str, str], Pair
 
     def values(name: str, part: str) -> Pair:
         pair = folder.pairs.get((name, part))
-        if pair is None or pair.a.shape[-2] != lora.lora_rank:
+        rank = lora.rank_of(target_of_part(target_of(name), part))
+        if pair is None or pair.a.shape[-2] != rank:
             raise ConfigError(
-                f"--lora-adapter {folder.folder} has no adapter of rank {lora.lora_rank} for {part or name}; leave "
+                f"--lora-adapter {folder.folder} has no adapter of rank {rank} for {part or name}; leave "
                 "--lora-rank and --lora-target-modules out, which it has itself"
             )
         return pair

@@ -15,6 +15,7 @@ For the stacked weights of experts see `peft_of_experts`.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -49,8 +50,6 @@ _PLAIN = {
     "bias": ("none",),
     "use_dora": (False, None),
     "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "lora_bias": (False, None),
     "use_qalora": (False, None),
     "alora_invocation_tokens": (None,),
@@ -116,10 +115,10 @@ class PeftFolder:
     pairs: dict[tuple[str, str], Pair]
 
 
-def read_adapter_config(folder: Path, *, patterns: bool = False) -> LoRAConfig:
+def read_adapter_config(folder: Path) -> LoRAConfig:
     """Return rank, alpha and rsLoRA of a PEFT folder. Raises ConfigError for adapters that are computed otherwise.
 
-    patterns: ranks and alphas of single modules are allowed.
+    `rank_pattern` and `alpha_pattern`, of single modules, are for the caller.
     """
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
@@ -128,7 +127,7 @@ def read_adapter_config(folder: Path, *, patterns: bool = False) -> LoRAConfig:
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type is {config.get('peft_type')!r:.40}; only LORA can be read")
     for key, plain in _PLAIN.items():
-        if key in config and config[key] not in plain and not (patterns and key in ("rank_pattern", "alpha_pattern")):
+        if key in config and config[key] not in plain:
             raise ConfigError(
                 f"{path}: {key} is {config[key]!r:.60}, which is not built; merge the adapter with PEFT first"
             )
@@ -140,6 +139,34 @@ def read_adapter_config(folder: Path, *, patterns: bool = False) -> LoRAConfig:
     if type(rank) is not int or not isinstance(alpha, int | float):
         raise ConfigError(f"{path}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; they must be numbers")
     return LoRAConfig(lora_rank=rank, lora_alpha=float(alpha), use_rslora=bool(config.get("use_rslora")))
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Rank and factor of each module or parameter of a PEFT folder, of which patterns may say others than the folder's."""
+
+    lora: LoRAConfig
+    config: Mapping[str, Any]  # an adapter_config.json
+    path: Path
+
+    def rank(self, name: str) -> int:
+        return self._of("rank_pattern", name, self.lora.lora_rank)
+
+    def scale(self, name: str) -> float:
+        return scale_of(self._of("alpha_pattern", name, self.lora.lora_alpha), self.rank(name), self.lora.use_rslora)
+
+    def _of(self, key: str, name: str, default: Any) -> Any:
+        """Return the value of the first pattern that matches a name, or its end, as PEFT does."""
+        patterns = self.config.get(key) or {}
+        try:
+            for pattern, value in patterns.items():
+                if re.fullmatch(rf"(.*\.)?({pattern})", name):
+                    return type(default)(value)
+        except (re.error, AttributeError, TypeError, ValueError):
+            raise ConfigError(
+                f"{self.path}: {key} is {patterns!r:.60}; it must have patterns of names, and numbers"
+            ) from None
+        return default
 
 
 def _parameters_of_experts(config: Mapping[str, Any], path: Path) -> set[str]:
@@ -176,7 +203,10 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
         return Pair(*(_read(path, header[name]) for name in names))
 
     heads = head_counts_of(model)
+    config = read_json(folder / ADAPTER_CONFIG)
+    factors = _Factors(lora, config, folder / ADAPTER_CONFIG)
     pairs: dict[tuple[str, str], Pair] = {}
+    ranks: dict[str, int] = {}  # by their names
     for linear in linears_in_hf(family, model):
         for k, module in enumerate(linear.modules):
             pair = take(module)
@@ -186,12 +216,15 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
             if len(linear.modules) == 1:
                 pair = Pair(pair.a, _fuse(linear.operation, heads, pair.b))
             pairs[linear.linear, part] = pair
-    parameters = _parameters_of_experts(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
+            ranks[module] = pair.a.shape[0]
+    parameters = _parameters_of_experts(config, folder / ADAPTER_CONFIG)
     for experts in experts_in_hf(family, model):
         if experts.parameter in parameters and (pair := take(experts.prefix(parameters))) is not None:
             pairs[experts.linear, WHOLE] = experts.from_peft(*pair)
+            ranks[experts.name] = pairs[experts.linear, WHOLE].a.shape[1]
         for number, pair in one_by_one(experts, take):
             pairs[experts.linear, experts.parts[number] if experts.parts else WHOLE] = pair
+            ranks[experts.tensors[number].removesuffix(".weight")] = pair.a.shape[1]
     if of_experts := sorted(name for name in left if ".experts." in name):
         raise ConfigError(
             f"{path} adapts experts that the model does not have, or that target_parameters does not name, such as "
@@ -202,9 +235,16 @@ def read_peft_folder(folder: Path, family: Family, model: ModelConfig) -> PeftFo
         raise ConfigError(
             f"{path} has tensors that belong to no linear of the model: {shown or 'none at all'}; is it an adapter of this base?"
         )
-    ranks = {pair.a.shape[-2] for pair in pairs.values()}
-    if ranks != {lora.lora_rank}:
-        raise ConfigError(f"{path} has adapters of rank {sorted(ranks)}, and {ADAPTER_CONFIG} says {lora.lora_rank}")
+    for name, rank in ranks.items():
+        if rank != factors.rank(name):
+            raise ConfigError(
+                f"{path} has an adapter of rank {rank} on {name}, and {ADAPTER_CONFIG} says {factors.rank(name)}"
+            )
+        if not math.isclose(factors.scale(name), lora.scale, rel_tol=1e-12):
+            raise ConfigError(
+                f"{folder / ADAPTER_CONFIG}: the factor of {name} is {factors.scale(name):.6g} and that of others "
+                f"{lora.scale:.6g}, which is not built; merge the adapter with PEFT first"
+            )
     return PeftFolder(folder, lora, pairs)
 
 
@@ -217,8 +257,10 @@ def targets_of(folder: PeftFolder, family: Family, model: ModelConfig) -> list[s
     for linear in all_linears:
         numbers[target_of(linear)] = numbers.get(target_of(linear), 0) + 1
     number_of: dict[str, int] = {}
-    for linear, part in folder.pairs:
+    ranks: dict[str, set[int]] = {}
+    for (linear, part), pair in folder.pairs.items():
         name = target_of_part(target_of(linear), part)
+        ranks.setdefault(name, set()).add(pair.a.shape[-2])
         number_of[name] = numbers[target_of(linear)]
         counts[name] = counts.get(name, 0) + 1
     uneven = [name for name, count in counts.items() if count != number_of[name]]
@@ -227,7 +269,13 @@ def targets_of(folder: PeftFolder, family: Family, model: ModelConfig) -> list[s
             f"{folder.folder} has adapters of {', '.join(uneven)} on some layers alone, which is not built; merge it with "
             "PEFT first"
         )
-    return list(counts)
+    several = [name for name, found in ranks.items() if len(found) > 1]
+    if several:
+        raise ConfigError(
+            f"{folder.folder} has adapters of {', '.join(several)} whose rank depends on the layer, which is not built; merge it "
+            "with PEFT first"
+        )
+    return [name if ranks[name] == {folder.lora.lora_rank} else f"{name}={min(ranks[name])}" for name in counts]
 
 
 def _read(path: Path, tensor: TensorInFile) -> Tensor:
@@ -294,7 +342,7 @@ def write_peft_folder(
         theirs = experts.to_peft(pair)
         prefix = f"{_PREFIX}{experts.prefix(parameters)}"
         tensors |= {f"{prefix}.lora_A.weight": theirs.a, f"{prefix}.lora_B.weight": theirs.b}
-        ranks_of_stacks[f"{experts.module}.{experts.parameter}"] = pair.a.shape[1]
+        ranks_of_stacks[experts.name] = pair.a.shape[1]
     if left:
         raise ConfigError(f"adapters of {', '.join(name for name, _ in list(left)[:3])} have no place in this family")
     of_experts = {
@@ -397,7 +445,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path, *, sign: int = 1) -> int
     """
     if out.exists():
         raise ConfigError(f"{out} exists already; give a folder that does not exist")
-    read_adapter_config(adapter, patterns=True)
+    read_adapter_config(adapter)
     if not (adapter / ADAPTER).is_file():
         raise ConfigError(f"{adapter} has no {ADAPTER}")
     files = [WEIGHTS]
@@ -444,7 +492,7 @@ def deltas_of(adapter: Path, base: Path, shapes: Mapping[str, tuple[int, ...]]) 
 
     Raises ConfigError for an adapter of another base.
     """
-    lora = read_adapter_config(adapter, patterns=True)
+    lora = read_adapter_config(adapter)
     config = read_json(adapter / ADAPTER_CONFIG)
     is_transposed = bool(config.get("fan_in_fan_out"))
     path = adapter / ADAPTER
@@ -456,9 +504,7 @@ def deltas_of(adapter: Path, base: Path, shapes: Mapping[str, tuple[int, ...]]) 
     def read_pair(module: str) -> Pair:
         return Pair(*(_read(path, header[f"{_PREFIX}{module}.lora_{factor}.weight"]) for factor in "AB"))
 
-    def scale(name: str) -> float:
-        rank = _of_pattern(config.get("rank_pattern"), name, lora.lora_rank)
-        return scale_of(_of_pattern(config.get("alpha_pattern"), name, lora.lora_alpha), rank, lora.use_rslora)
+    factors = _Factors(lora, config, adapter / ADAPTER_CONFIG)
 
     def check(name: str | None, module: str, expected: tuple[int, ...]) -> None:
         if name not in shapes or shapes[name] != expected:
@@ -484,16 +530,15 @@ def deltas_of(adapter: Path, base: Path, shapes: Mapping[str, tuple[int, ...]]) 
             if experts.parameter not in parameters or module not in left:
                 continue
             left.remove(module)
-            name = f"{experts.module}.{experts.parameter}"
             for number, (weight, shape) in enumerate(zip(experts.tensors, experts.shapes(heads))):
-                check(weight, name, shape)
+                check(weight, experts.name, shape)
 
                 def product_of_expert(
                     dtype: torch.dtype, experts: ExpertsInHF = experts, number: int = number
                 ) -> Tensor:
                     return experts.delta(pair_of_ours(experts, dtype), number, heads)
 
-                yield Delta(weight, scale(name), product_of_expert)
+                yield Delta(weight, factors.scale(experts.name), product_of_expert)
 
     for module in sorted(left):
         # old files of GPT-2 lack the first component
@@ -507,13 +552,7 @@ def deltas_of(adapter: Path, base: Path, shapes: Mapping[str, tuple[int, ...]]) 
             delta = b.to(dtype) @ a.to(dtype)  # [out, in]
             return delta.T if is_transposed else delta
 
-        yield Delta(weight, scale(module), product)
-
-
-def _of_pattern(patterns: Mapping[str, Any] | None, name: str, default: float) -> float:
-    """Return the value of the first pattern that matches a module's name, or its end, as PEFT does."""
-    matching = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
-    return next(matching, default)
+        yield Delta(weight, factors.scale(module), product)
 
 
 def base_of_state(state: Mapping[str, Any]) -> tuple[str | None, str | None]:

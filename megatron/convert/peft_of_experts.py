@@ -43,6 +43,11 @@ class ExpertsInHF(NamedTuple):
     shape: tuple[int, int, int]  # experts, rows and columns of a matrix
 
     @property
+    def name(self) -> str:
+        """The parameter's whole name."""
+        return f"{self.module}.{self.parameter}"
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """Our names of its parts."""
         return PARTS["linear_fc1"] if self.parameter == GATE_UP else ()
@@ -66,7 +71,7 @@ class ExpertsInHF(NamedTuple):
         rank = a.shape[0] // experts
         if a.shape != (experts * rank, columns) or b.shape != (rows, rank * experts):
             raise ConfigError(
-                f"the adapter of {self.module}.{self.parameter} has shapes {list(a.shape)} and {list(b.shape)}, and the model's "
+                f"the adapter of {self.name} has shapes {list(a.shape)} and {list(b.shape)}, and the model's "
                 f"{experts} experts have {rows} x {columns} each; is it an adapter of this base?"
             )
         b = b.reshape(rows, rank, experts).permute(2, 0, 1)  # [E, out, rank]

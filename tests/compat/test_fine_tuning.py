@@ -89,7 +89,7 @@ BASES: dict[str, dict[str, Any]] = {
 # whose adapters are others than those of a Llama; a GPT-2 has one module for queries and values, and PEFT's all-linear is experts too
 LEFT_OUT = {("gpt2", "queries and values"), ("mixtral", "rsLoRA on all linears")}
 MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss")
-_OF_EXPERTS = ("experts", "rsLoRA on one matrix of experts")
+_OF_EXPERTS = ("experts", "experts of two ranks", "rsLoRA on one matrix of experts")
 _SOME = {"mixtral": ["k_proj", "o_proj"], "gpt2": ["c_attn", "c_fc"], "gemma3": ["q_proj", "o_proj", "down_proj"]}
 ADAPTERS = {
     "rsLoRA on all linears": {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", "use_rslora": True},
@@ -98,6 +98,12 @@ ADAPTERS = {
     "experts": {
         **{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]},
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    # as PEFT reads adapters of transformers 4
+    "experts of two ranks": {
+        **{"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]},
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        **{"rank_pattern": {r".*\.gate_up_proj": 4}, "alpha_pattern": {r".*\.gate_up_proj": 8}},
     },
     "rsLoRA on one matrix of experts": {
         **{"r": 2, "lora_alpha": 4, "use_rslora": True, "target_modules": []},

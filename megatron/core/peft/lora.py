@@ -22,6 +22,7 @@ from megatron.core.peft.lora_config import (
     PARTS,
     WHOLE,
     LoRAConfig,
+    canonical_name,
     check_targets_found,
     parts_of,
     target_of,
@@ -206,7 +207,7 @@ def add_lora(
         adapters = {}
         for part in parts:
             begins_with = None if values is None else values(name, part)
-            adapters[part] = Adapter(config.lora_rank, config.scale, begins_with)
+            adapters[part] = Adapter(config.rank_of(target_of_part(target, part)), config.scale, begins_with)
         found.setdefault(target, set()).update(target_of_part(target, part) for part in adapters)
         if is_stacked:
             if config.lora_dropout > 0:
@@ -226,7 +227,7 @@ def add_lora(
 
     names = replace_linears(chunk, make, output_layer=True, experts=True)
     if linears - {"output_layer"}:
-        own = [name for name in config.lora_target_modules if name not in ("output_layer", "lm_head")]
+        own = [name for name in config.lora_target_modules if canonical_name(name) != "output_layer"]
         check_targets_found(own, found, elsewhere=elsewhere, linears=linears)
     return names
 

@@ -1,5 +1,6 @@
 """The flags of low-rank adapters, and which linears, or parts of fused ones, they name. No torch."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class LoRAConfig(FlagConfig):
         "linears with an adapter: all-linear (those of the layers), or of linear_qkv linear_proj linear_fc1 linear_fc2 "
         "output_layer; linear_q linear_k linear_v linear_fc1_gate linear_fc1_up give a part of a fused linear an adapter of "
         "its own, as PEFT has them; experts.linear_fc1 experts.linear_fc2 are those of a mixture's experts; q_proj and the "
-        "other names of a Llama work too",
+        "other names of a Llama work too; NAME=N: of rank N, with the factor of the others",
         metavar="NAME",
         of_model=True,
     )
@@ -59,18 +60,23 @@ class LoRAConfig(FlagConfig):
 
     def problems(self) -> Iterator[str]:
         known = {*NAMES, *_ALIASES, ALL_LINEAR}
-        routers = [name for name in self.lora_target_modules if name in ROUTER]
+        given = [target.partition("=")[0] for target in self.lora_target_modules]
+        routers = [name for name in given if name in ROUTER]
         if routers:
             yield (
                 f"--lora-target-modules {' '.join(routers)}: a router has no adapter, which is not built; leave it out, and give "
                 f"{EXPERTS}linear_fc1 {EXPERTS}linear_fc2 for the experts behind it"
             )
-        unknown = [name for name in self.lora_target_modules if name not in known and name not in ROUTER]
+        unknown = [name for name in given if name not in known and name not in ROUTER]
         if unknown:
             yield (
                 f"--lora-target-modules {' '.join(unknown)}: there is no such linear; known are {ALL_LINEAR}, "
                 f"{', '.join(NAMES)}"
             )
+        for target in self.lora_target_modules:
+            name, has_rank, rank = target.partition("=")
+            if has_rank and (not re.fullmatch("[1-9][0-9]{0,5}", rank) or name == ALL_LINEAR):
+                yield f"--lora-target-modules {target}: give NAME=N, the name of a linear and a rank of at least 1"
         if not self.lora_target_modules:
             yield f"--lora-target-modules names nothing; give {ALL_LINEAR}, or names of linears"
         if not self.is_on:
@@ -95,8 +101,13 @@ class LoRAConfig(FlagConfig):
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product."""
+        """The factor of an adapter's product, also of one that has a rank of its own."""
         return scale_of(self.lora_alpha, self.lora_rank, self.use_rslora)
+
+    def rank_of(self, target: str) -> int:
+        """Return the rank of the adapters of a linear or part, by its target."""
+        ranks = [int(x.partition("=")[2]) for x in self.lora_target_modules if "=" in x and canonical_name(x) == target]
+        return ranks[-1] if ranks else self.lora_rank
 
 
 def scale_of(alpha: float, rank: int, use_rslora: bool) -> float:
@@ -104,7 +115,8 @@ def scale_of(alpha: float, rank: int, use_rslora: bool) -> float:
 
 
 def canonical_name(name: str) -> str:
-    """Return our name of a linear or part of one."""
+    """Return our name of a linear or part of one, which a target names, without its rank."""
+    name = name.partition("=")[0]
     return _ALIASES.get(name, name)
 
 

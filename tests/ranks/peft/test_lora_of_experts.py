@@ -88,6 +88,11 @@ def test_an_expert_computes_what_its_weight_with_its_pair_added_would(targets: l
             {"lora_target_modules": ["experts.gate_up_proj", "experts.up_proj"]},
             r"gives experts\.linear_fc1 and parts of it",
         ),
+        (
+            None,
+            {"lora_target_modules": ["experts.linear_fc1=0"]},
+            r"experts\.linear_fc1=0: give NAME=N, the name of a linear",
+        ),
     ],
 )
 def test_what_experts_can_not_have_is_one_line(config: ModelConfig | None, lora: dict, problem: str):
@@ -181,7 +186,7 @@ LAYOUTS = {
     "pp ep": ({"pp": 3, "dp": 2, "ep": 2}, " --pipeline-model-parallel-size 3 --expert-model-parallel-size 2"),
 }
 ALL = " --lora-rank 2"
-PARTS = " --lora-rank 2 --lora-target-modules experts.gate_proj experts.up_proj linear_proj"
+PARTS = " --lora-rank 2 --lora-target-modules experts.gate_proj=3 experts.up_proj linear_proj"
 
 
 @pytest.mark.sweep
@@ -265,12 +270,15 @@ def test_folders_of_peft_are_written_read_and_merged(kind: str, lora: str, mixtu
     (alone,) = run_ranks({}, loaded)
     assert run_ranks({"pp": 3}, loaded) == [pytest.approx(alone, abs=1e-10)] * 3
 
-    if lora == ALL:  # parts have become one module of twice the rank, which a run does not begin from
-        begun = f"{flags} --lora-adapter {tmp_path}/peft --train-iters 1 --lr 1e-300 --save {tmp_path}/kept"
-        train(begun)
-        assert lora_tool.main(f"--load {tmp_path}/kept --save-peft {tmp_path}/written".split()) == 0
-        first, second = (read_safetensors(tmp_path / x / "adapter_model.safetensors") for x in ("peft", "written"))
-        assert first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+    # parts have become one parameter of twice the rank
+    train(f"{flags} --lora-adapter {tmp_path}/peft --train-iters 1 --lr 1e-300 --save {tmp_path}/kept")
+    assert lora_tool.main(f"--load {tmp_path}/kept --save-peft {tmp_path}/written".split()) == 0
+    written = [json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in ("peft", "written")]
+    assert bool(written[0]["rank_pattern"]) == (lora == PARTS)
+    assert written[0] == written[1]
+    first, second = (read_safetensors(tmp_path / x / "adapter_model.safetensors") for x in ("peft", "written"))
+    # zeros beside the blocks have become as small as the rate
+    assert first.keys() == second.keys() and all(abs(first[name] - second[name]).max() < 1e-290 for name in first)
 
 
 @pytest.mark.sweep
@@ -369,7 +377,18 @@ def test_adapters_of_experts_one_by_one_are_read_too(mixture, tmp_path: Path):
         ConfigError, match="are of 3 of 4 experts, or of several ranks; only the same of all can be read"
     ):
         FinetuneScript(f"{flags} --lora-adapter {theirs}")
-    config = json.loads((theirs / "adapter_config.json").read_text()) | {"target_parameters": ["mlp.gate.weight"]}
-    (theirs / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="only experts' gate_up_proj and down_proj can be read, no router's"):
-        FinetuneScript(f"{flags} --lora-adapter {theirs}")
+    shutil.rmtree(theirs)
+    one_by_one(theirs, base, 4)
+    plain = json.loads((theirs / "adapter_config.json").read_text())
+    for other, problem in (
+        (
+            {"target_parameters": ["mlp.gate.weight"]},
+            "only experts' gate_up_proj and down_proj can be read, no router's",
+        ),
+        ({"rank_pattern": {"w1": 4}}, r"has an adapter of rank 2 on .*experts\.0\.w1, and adapter_config\.json says 4"),
+        ({"alpha_pattern": {"w1": 8}}, r"the factor of .*experts\.0\.w1 is 4 and that of others 2"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern is .*; it must have patterns of names, and numbers"),
+    ):
+        (theirs / "adapter_config.json").write_text(json.dumps(plain | other))
+        with pytest.raises(ConfigError, match=problem):
+            FinetuneScript(f"{flags} --lora-adapter {theirs}")
