@@ -73,7 +73,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Placement:
-    """The sharding and replication of one parameter. Axes are names; a mesh turns names into `Axis` objects."""
+    """The sharding and replication of one parameter. Axes are names; a mesh turns names into `Axis` objects.
+
+    shape: of the whole tensor, without padding. init: its initial value; None: the creator fills it.
+    shard: axis -> the dimension that it shards. blocks: sizes of fused parts of that dimension, each sharded by itself.
+    rows: this rank's rows of dimension 0 as `Rows`, if they are not an equal share. interleaved: rows of each matrix in a
+    group (q, k, v), if dimension 0 consists of such groups. init_per_matrix: each stacked or fused matrix has the initial
+    value of a tensor of its own.
+    replicated_over: axes whose ranks have equal copies. partial_grad: axes whose ranks each compute a part of the gradient.
+    reduce_over: the axes of the data-parallel replicas.
+    """
 
     shape: tuple[int, ...]  # of the global tensor, without padding
     init: InitialValue | None  # None: the creator fills it

@@ -22,7 +22,7 @@ from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.apply_rotary_angles import cosines_and_sines, rotated, rotated_interleaved
 from megatron.core.ops.attention.kv_cache import AttentionCache
-from megatron.core.ops.attention.masks import Mask, QueriesOfTrees, with_window
+from megatron.core.ops.attention.masks import Mask, QueriesOfTrees, of_last_keys, with_window
 from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
@@ -238,6 +238,9 @@ class CoreAttentionOfLayer:
 
     def over_whole_sequence(self) -> "CoreAttentionOfLayer":
         return replace(self, is_whole=True)
+
+    def over_last_columns(self, columns: int) -> "CoreAttentionOfLayer":
+        return replace(self, mask=of_last_keys(self.mask, columns))
 
     def compute(self, q: Tensor, *entries: Tensor) -> Tensor:
         """Return the attention of q [new, b, n/t, d] over keys and values [keys, b, groups/t, d]: [new, b, n/t d].

@@ -18,6 +18,7 @@ from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache, Entries, KeyValueCache, LayerAttention
+from megatron.core.ops.attention.masks import Documents, MaskWithBias, Window, of_last_keys
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.layer_build_context import LayerContext
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
@@ -97,6 +98,48 @@ def test_a_cache_of_the_page_gives_the_bits_of_the_contiguous_one(text, name, mo
             assert all(
                 torch.equal(a, b) for text, other in zip(own, expected) for a, b in zip(text, other, strict=True)
             )
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("windows", {}),
+        pytest.param("gemma3", {"cp": 2}, marks=pytest.mark.full),
+        pytest.param("llama", {}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_window_cache_need_not_compute_over_columns_that_are_gone(model, sizes):
+    """Of texts of different lengths: the mask of padding is cut as the columns are."""
+    columns: list[tuple[int, int]] = []  # computed, of the text
+
+    class Last(names_of_block("adding_a_model.md", "class WindowCache")["WindowCache"]):
+        def attend(self, layer, q, entries, attention):
+            self.append(layer, entries)
+            last = self.kept[layer]
+            if attention.window_left is not None:
+                self.kept[layer] = tuple(x[max(0, len(x) - attention.window_left) :] for x in last)
+            columns.append((len(last[0]), self.length + len(q)))
+            return attention.over_last_columns(len(last[0])).compute(q, *last)
+
+    CACHES["last"] = Last
+    config = MODELS[model]
+    for own, expected in zip(
+        *(run_ranks(sizes, partial(forced, config=config, length=SEQ, cache=cache)) for cache in ("last", "contiguous"))
+    ):
+        assert_close_scores([own], expected)
+    has_windows = any(config.window_left(layer) is not None for layer in range(config.num_layers))
+    assert any(computed < of_text for computed, of_text in columns) == has_windows
+
+
+def test_a_mask_of_the_last_keys_is_cut_in_all_its_parts():
+    hidden, bias = torch.arange(12).view(1, 1, 2, 6) > 7, torch.arange(24.0).view(2, 2, 6)
+    cut = of_last_keys(Window(1, hidden), 4)
+    assert cut.left == 1 and torch.equal(cut.within, hidden[..., 2:])
+    cut = of_last_keys(MaskWithBias(bias, None), 4)
+    assert cut.within is None and torch.equal(cut.bias, bias[..., 2:])
+    with pytest.raises(TypeError, match="a mask of Documents has as many queries as keys"):
+        of_last_keys(Documents(torch.zeros(1, 4)), 2)
 
 
 def test_a_window_cache_keeps_what_the_window_sees():

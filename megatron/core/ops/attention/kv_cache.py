@@ -14,13 +14,14 @@ attention keeps of a token), and it calls the layer's attention on all entries. 
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.base.registry import Registry
-from megatron.core.ops.attention.masks import Mask
+from megatron.core.ops.attention.masks import Mask, of_last_keys
 from megatron.core.parallel.rank_grid import ALONE, Axis
 
 Entries = tuple[
@@ -46,6 +47,12 @@ class LayerAttention(Protocol):
         """Return it for entries that every rank of a shared sequence has in full."""
         return self
 
+    def over_last_columns(self, columns: int) -> "LayerAttention":
+        """Return it for the entries of the last `columns` alone, if the mask or the window hides all earlier ones."""
+        limited = copy(self)
+        limited.mask = of_last_keys(self.mask, columns)
+        return limited
+
 
 class AttentionCache:
     """The entries of a batch of texts, for the attention layers of one pipeline stage. The caller owns it.
@@ -56,8 +63,8 @@ class AttentionCache:
     outgrows it begins with a new cache.
 
     A subclass defines `append` and `entries`, or `attend` if its kernel reads the entries where they are; then it needs
-    `append` only where context-parallel ranks share the prompts. `attend` calls `append`, then `entries`, each once. Attributes of a subclass need names that this class does not have; to assign
-    one that it has raises AttributeError.
+    `append` only where context-parallel ranks share the prompts. `attend` calls `append`, then `entries`, each once.
+    Attributes of a subclass need names that this class does not have; to assign one that it has raises AttributeError.
     """
 
     def __init__(self, starts: Sequence[int], capacity: int, device: torch.device | str = "cpu"):

@@ -195,6 +195,22 @@ def with_window(mask: Tensor | Documents | None, window_left: int | None, keys: 
     return mask if has_all_keys else Window(window_left, mask)
 
 
+def of_last_keys(mask: Mask, keys: int) -> Mask:
+    """Return the mask of the same queries over the last `keys` alone: bool [.., s, keys], or None for causal.
+
+    Raises TypeError for `Documents`, whose queries are all of the keys.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, Tensor):
+        return mask[..., -keys:]
+    if isinstance(mask, Window):
+        return Window(mask.left, of_last_keys(mask.within, keys))
+    if isinstance(mask, MaskWithBias):
+        return MaskWithBias(mask.bias[..., -keys:], of_last_keys(mask.within, keys))
+    raise TypeError(f"a mask of {type(mask).__name__} has as many queries as keys")
+
+
 def hidden_keys(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the mask as a tensor, bool [.., queries, keys], True where attention is masked.
 
