@@ -29,7 +29,7 @@ class CoreAttention(nn.Module):
     by itself. Raises ConfigError if no kernel of `--attention-backend` computes the case.
     """
 
-    attends_over_context_parallel_ranks = True  # see `TransformerLayer`
+    attends_over_whole_samples = True  # see `LayerContext`
 
     def __init__(self, config: ModelConfig, layer: int, context: LayerContext):
         super().__init__()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
@@ -160,8 +159,8 @@ class TransformerLayer(MegatronModule):
         # The parts. Their names are the parameters' names, and their order is that of the buffers.
         self.input_layernorm = norm(parts.input_layernorm)
         self.self_attention = attention(parts.self_attention)
-        if place.cp.axis.size > 1 and is_custom_part(parts.self_attention):
-            check_attends_over_context_parallel_ranks(self.self_attention, layer, place.cp.axis.size)
+        if is_custom_part(parts.self_attention):
+            place.check_attends_over_whole_samples(self.self_attention, layer)
         self.self_attn_bda = build_module(parts.self_attn_bda)
         self.attention_dropout = place.hidden_dropout(self.hidden_dropout, "after attention", layer)
         self.post_self_attn_layernorm = norm(parts.post_self_attn_layernorm)
@@ -428,20 +427,6 @@ def _residual_and_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(norm, Norm) and norm.returns_residual:
         return norm(x, with_input=True)
     return x, norm(x)
-
-
-def check_attends_over_context_parallel_ranks(attention: nn.Module, layer: int, ranks: int) -> None:
-    """Raise ConfigError for an attention that would see this context-parallel rank's tokens alone.
-
-    layer: its number over the whole model, from 0. ranks: those that share each sample. An attention asks the others if
-    one of its modules is a `CoreAttention`, or says so by `attends_over_context_parallel_ranks = True`.
-    """
-    if not any(getattr(module, "attends_over_context_parallel_ranks", False) for module in attention.modules()):
-        raise ConfigError(
-            f"--context-parallel-size is {ranks}, and the attention of layer {layer} ({type(attention).__name__}) has no "
-            "CoreAttention, which asks the other ranks for their tokens; attend by one, or gather keys and values by "
-            "context.whole_samples and set attends_over_context_parallel_ranks = True in the class"
-        )
 
 
 def no_cache_in_custom_layer(part: nn.Module) -> NotImplementedError:

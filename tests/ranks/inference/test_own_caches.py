@@ -242,7 +242,7 @@ def test_what_sees_its_own_tokens_alone_is_refused_where_ranks_share_the_samples
     config = MODELS["gpt2"]
 
     class Alone(names["LinearAttention"]):
-        attends_over_context_parallel_ranks = False
+        attends_over_whole_samples = False
 
     class OfAttend(AttentionCache):
         def attend(self, layer, q, entries, attention):

@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[3]
 
 # Attributes of ours that an object may lack, and the one function that reads each. Scripts set those with a note too.
 OURS = {
+    "megatron/core/transformer/layer_build_context.py check_attends_over_whole_samples": "attends_over_whole_samples",  # a script's
+    "megatron/core/tensor_parallel/replace_parallel_linears.py _check_parts_are_declared": "sequence_parallel",  # a script's
+    "megatron/core/transformer/transformer_layer.py __init__": "recompute_module",  # of a layer of experts
     "megatron/core/ops/aux_losses.py own_aux_losses": "aux_losses",  # a script's model or layer
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",

@@ -63,7 +63,7 @@ class AttentionCache:
     outgrows it begins with a new cache.
 
     A subclass defines `append` and `entries`, or `attend` if its kernel reads the entries where they are; then it needs
-    `append` only where context-parallel ranks share the prompts. `attend` calls `append`, then `entries`, each once.
+    `append` only where ranks share the prompts. `attend` calls `append`, then `entries`, each once.
     Attributes of a subclass need names that this class does not have; to assign one that it has raises AttributeError.
     """
 
