@@ -14,6 +14,8 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.peft.lora import add_lora
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.sharding.placement import Normal
+from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.transformer.layer_build_context import LayerContext
 
 AHEAD = DataParallelConfig(zero_stage=3, overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS = {
@@ -97,5 +99,56 @@ def test_one_pair_for_each_part_computes_what_its_rows_of_the_fused_weight_would
         fc1 = layer.mlp.linear_fc1
         deltas = [fc1.pair(part)[1] @ fc1.pair(part)[0] * 3.0 for part in ("linear_fc1_gate", "linear_fc1_up")]
         torch.testing.assert_close(fc1(x)[0], x @ (fc1.weight + torch.cat(deltas)).T, rtol=1e-12, atol=1e-12)
+
+    run_ranks({}, work)
+
+
+class Doubled(MatmulBackend):
+    """A backend without a product of its own that adds."""
+
+    def forward(self, x, weight, state):
+        return 2 * x @ weight.t()
+
+    def dgrad(self, grad, weight, state):
+        return 2 * grad @ weight
+
+    def wgrad(self, grad, x, state):
+        return 2 * grad.t() @ x
+
+
+@pytest.mark.parametrize("backend", [None, Doubled()], ids=["torch's", "another"])
+@pytest.mark.parametrize("targets", [["all-linear"], ["k_proj", "q_proj", "up_proj"], ["linear_qkv", "linear_fc1"]])
+def test_gradients_without_buffers_are_those_of_autograd(targets: list[str], backend: MatmulBackend | None):
+    """Of x and of every A and B, one of which is frozen; for rows that repeat by groups, for one block each, and for all rows."""
+
+    def work(mesh: Mesh) -> None:
+        context = LayerContext.from_mesh(mesh, torch.float64).with_matmul_backend(backend)
+        config = replace(TINY_LLAMA, num_layers=1)
+        model = GPT.make(config, vocab_size=16, layers=range(1), context=context)
+        add_lora(model, LoRAConfig(lora_rank=2, lora_alpha=3.0, lora_target_modules=targets))
+        layer = model.language_model.decoder.layers[0]
+        scale = 1.5
+        factor = 1.0 if backend is None else 2.0
+        for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+            pairs = {part: linear.pair(part) for part in linear.adapters}
+            first = next(iter(pairs.values()))[1]
+            first.requires_grad_(False)
+            for _, b in pairs.values():
+                nn.init.normal_(b)
+            trained = [p for pair in pairs.values() for p in pair if p.requires_grad]
+            x = torch.randn(3, 2, config.hidden_size, dtype=torch.float64, requires_grad=True)
+            rows = [linear.weight.unflatten(0, (linear.rows.groups, -1))[:, :0]]  # groups of rows, part by part
+            for part, size in ({"": linear.rows.of_group} if "" in pairs else linear.rows.sizes).items():
+                delta = linear.weight.new_zeros(linear.rows.groups * size, config.hidden_size)
+                if part in pairs:
+                    delta = factor * scale * pairs[part][1] @ pairs[part][0]
+                rows.append(delta.unflatten(0, (linear.rows.groups, -1)))
+            expected = factor * x @ (linear.weight + torch.cat(rows, dim=1).flatten(0, 1)).T
+            weights = torch.randn_like(expected)
+            expected_grads = torch.autograd.grad((expected * weights).sum(), [x, *trained])
+            got = linear(x)[0]
+            got_grads = torch.autograd.grad((got * weights).sum(), [x, *trained])
+            for a, b in zip((got, *got_grads), (expected, *expected_grads), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
     run_ranks({}, work)
