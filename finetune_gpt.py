@@ -45,8 +45,8 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.convert import open_any
-from megatron.convert.families.config_json import kind_of
-from megatron.convert.families.hf_family_table import Family
+from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.read_and_write_hf_config import kind_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import Pair, PeftFolder, base_of_state, fused_in_hf, read_peft_folder, targets_of
 from megatron.core import parallel_state

@@ -21,7 +21,7 @@ from torch.nn import functional
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_stage import BertModel
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
 from megatron.training.batch_utils import get_batch_on_this_cp_rank, lm_loss_and_objective, rank_part_of_mean_loss
 

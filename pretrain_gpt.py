@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from torch import Tensor, nn
 
 from megatron.core import mpu
-from megatron.core.datasets.gpt_samples import build_gpt_datasets
+from megatron.core.datasets.gpt_dataset_and_builder import build_gpt_datasets
 from megatron.core.datasets.sft_dataset import build_sft_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_stage import GPTModel

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.enums import ModelType
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_batch
 from megatron.training import get_runtime, get_timers, get_tokenizer, pretrain
 from megatron.training.batch_utils import get_batch_on_this_cp_rank, lm_loss_and_objective
 

@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.datasets.blend import normalized, weighted_indices
+from megatron.core.datasets.blending_indices_and_dataset import normalized, weighted_indices
 
 
 def compiled_helper() -> Callable[[list[float], int], tuple[np.ndarray, np.ndarray]] | None:

@@ -29,7 +29,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
+from megatron.core.dist_checkpointing.async_snapshot_to_writer_process import AsyncSaver
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import whole

@@ -39,12 +39,12 @@ from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.global_state import mesh_override
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.moe_layer import ParallelMoE

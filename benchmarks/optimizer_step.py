@@ -31,13 +31,13 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.gather_full_matrices import MatrixOwners, full_matrices_over_tp
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.gather_full_matrices_over_tp import MatrixOwners, full_matrices_over_tp
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 SETTINGS = {

@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.ops.attention.document_and_window_masks import with_window
 from megatron.core.ops.attention.kernels import AttentionCase, kernel_or_fallback
-from megatron.core.ops.attention.masks import with_window
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 
 DEFAULT = [512, 2048]

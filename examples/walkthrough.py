@@ -64,8 +64,8 @@ from megatron.core.pipeline_parallel.schedule.plot import plot_text
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.sharding.placement import Placement, partial_axes
 from megatron.training import get_args, initialize_megatron
-from megatron.training.memory.dry_run import Job, RankParts, alone, batches_of, build_rank_parts, mesh_of
-from megatron.training.memory.fake_tensor_mode import META, ShapesOnly
+from megatron.training.memory.dry_run_of_one_rank import Job, RankParts, alone, batches_of, build_rank_parts, mesh_of
+from megatron.training.memory.meta_tensor_mode_and_fake_group import META, ShapesOnly
 from megatron.training.memory.predicted_memory_table import amount, table
 from megatron.training.step import train_step
 from tools.estimating.job import JobAndArgs, read

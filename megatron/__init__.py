@@ -68,7 +68,7 @@ def _lines(path: str) -> list[str]:
 
 _check_unmixed(os.path.dirname(os.path.abspath(__file__)))
 
-from megatron.core.base import modules_without_file  # noqa: E402  (it may be another's)
+from megatron.core.base import import_hook_for_megatron_paths  # noqa: E402  (it may be another's)
 from megatron.core.base.lazy_imports import lazy_names  # noqa: E402
 from megatron.core.base.version import __version__ as __version__  # noqa: E402
 
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         print_rank_last as print_rank_last,
     )
 
-modules_without_file.install()
+import_hook_for_megatron_paths.install()
 
 __getattr__, __dir__ = lazy_names(
     __name__, {".training.global_vars": "get_args get_timers get_tokenizer is_last_rank print_rank_0 print_rank_last"}

@@ -24,8 +24,8 @@ from typing import Any
 
 from megatron.core.base.tolerate_broken_output import print_answer
 from megatron.core.base.version import version_text
-from megatron.porting.fork_names import OwnPackage, Use, names_of_file
-from megatron.porting.launch_flags import FlagUse, flags_of_shell, flags_of_yaml
+from megatron.porting.flags_in_launch_scripts import FlagUse, flags_of_shell, flags_of_yaml
+from megatron.porting.names_used_by_fork import OwnPackage, Use, names_of_file
 
 _LEFT_OUT = {"megatron", "node_modules", ".git", "__pycache__", "site-packages", "build"}
 _ROOM = 12  # lines of one list on the page; --json and --all have them all
@@ -83,7 +83,9 @@ def examine(path: Path) -> dict[str, Any]:
         found_flags, others = read(text, str(file.relative_to(root)))
         flag_uses += found_flags
         other_programs.update(others)
-    judge = import_module("megatron.porting.judge_fork")  # imports torch, which --help need not wait for
+    judge = import_module(
+        "megatron.porting.judge_fork_names_and_flags"
+    )  # imports torch, which --help need not wait for
     return {
         "path": str(path),
         "python_files": len(python_files),

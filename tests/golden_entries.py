@@ -59,7 +59,7 @@ from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
-from megatron.training.memory.peak_along_schedule import forecast
+from megatron.training.memory.forecast_memory_along_schedule import forecast
 from tools import checkpoint_convert, generate
 from tools.estimating.job import read
 

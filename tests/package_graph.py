@@ -30,18 +30,18 @@ LEVELS = (
     "core.models core.fusions core.extensions core.optimizer_param_scheduler convert",
     "core.inference",
     "evaluation",
-    "training.model_flops training.rewindable_batches training.tokenizer training.validation_sets training.datasets "
+    "training.closed_form_model_flops training.rewindable_batches training.tokenizer training.named_and_padded_validation_sets training.datasets "
     "training.inprocess_restart",
     "training.step",
     "training.arguments",
     "training.yaml_arguments",
-    "training.global_vars training.evaluate training.eval_tasks",
-    "training.batch_utils training.build_model_and_optimizer training.checkpointing",
-    "training.zero_engine training.utils training.num_samples training.memory training.monitor training.result_checks",
+    "training.global_vars training.evaluate_window_chosen_by_iteration training.eval_tasks_during_training",
+    "training.batch_utils training.make_chunks_optimizer_and_pipeline training.checkpointing",
+    "training.zero_engine_for_any_module training.utils training.num_samples training.memory training.monitor training.result_checks",
     "training.fault_tolerance",
     "training.initialize",
     "training.argument_utils",
-    "training.build",
+    "training.build_model_optimizer_and_data",
     "training.trainer",
     "training.training",
     "legacy deepspeed report console_scripts",
@@ -51,7 +51,7 @@ LEVELS = (
 
 
 def package_of(module: str) -> str:
-    """megatron.core.ops.attention.masks -> core.ops"""
+    """megatron.core.ops.attention.document_and_window_masks -> core.ops"""
     parts = module.split(".")
     if parts[1] in ("core", "training"):
         return ".".join(parts[1:3])

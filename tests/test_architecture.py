@@ -20,27 +20,27 @@ PRODUCT_FILES = [p for p in PYTHON_FILES if "tests" not in p.relative_to(ROOT).p
 
 # Files that load without torch, so that tools and tests of plain integers start at once.
 PURE = """
-    core.parallel.rank_grid core.parallel.sequence_shard core.sharding.boxes core.sharding.placement
-    core.base.dataclass_flags core.base.batch_size_schedule core.parallel.launcher_environment core.parallel.detect_lost_ranks
-    core.base.user_error_or_bug core.parallel.parallel_config core.parallel.pipeline_layout core.parallel.stage_to_rank core.base.registry
-    core.storage.atomic_file core.storage.file_layer core.storage.object_store core.storage.path_or_url
-    core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.comm_volume
-    core.distributed.grad_count core.offload.offload_fraction core.offload.checksummed_file core.offload.offload_folder
-    core.optimizer.lr_schedule core.optimizer.loss_scaler core.optimizer.optimizer_registry
+    core.parallel.rank_grid core.parallel.zigzag_sequence_row_ranges core.sharding.boxes core.sharding.placement
+    core.base.dataclass_flags core.base.global_batch_size_schedule core.parallel.launcher_environment core.parallel.detect_lost_ranks_by_tcp
+    core.base.user_error_and_torchrun_error_file core.parallel.parallel_config core.parallel.parse_pipeline_layout_string core.parallel.stage_to_rank core.base.registry_with_checked_entries
+    core.storage.atomic_file core.storage.file_layer core.storage.fsspec_object_store core.storage.path_or_url
+    core.distributed.data_parallel_config core.distributed.buffer_plan core.distributed.zero_stage_comm_volume
+    core.distributed.grad_count core.offload.optimizer_offload_fraction core.offload.checksummed_file core.offload.offload_folder
+    core.optimizer.lr_wd_schedule_by_samples core.optimizer.loss_scaler core.optimizer.optimizer_flags_and_registry
     core.optimizer.muon_config core.optimizer.matrix_owners core.optimizer.param_groups
     core.dist_checkpointing.checkpoint_folder core.dist_checkpointing.object_store_commit
-    core.dist_checkpointing.commit core.dist_checkpointing.manifest_format core.dist_checkpointing.write_and_publish
+    core.dist_checkpointing.publish_by_rename_and_cleanup core.dist_checkpointing.manifest_format core.dist_checkpointing.write_and_publish
     core.dist_checkpointing.writer_process core.pipeline_parallel.schedule.actions
     core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1
     core.pipeline_parallel.schedule.registry core.pipeline_parallel.schedule.zb_v
     core.pipeline_parallel.schedule.lower core.pipeline_parallel.schedule.simulate
     core.pipeline_parallel.layer_split core.pipeline_parallel.schedule.plot core.datasets.index_map
-    training.arguments.nan_spike_and_corruption_config training.monitor.cpu_contention training.model_flops training.monitor.long_task_progress
-    convert.formats.safetensors_header convert.formats.read_hf_config_and_headers convert.families.weight_layout
-    convert.families.config_fields convert.formats.pickle_as_data convert.formats.read_torch_file
-    convert.formats.read_megatron_args convert.formats.megatron_param_mapping convert.formats.find_megatron_folder
-    convert.formats.read_megatron_torch convert.formats.read_megatron_torch_dist convert.formats.read_torch_dcp_metadata
-    convert.formats.megatron_ignored_args core.base.rank_status core.base.tolerate_broken_output core.base.memory_category
+    training.arguments.nan_spike_and_corruption_config training.monitor.cpu_contention training.closed_form_model_flops training.monitor.long_task_progress
+    convert.formats.safetensors_header convert.formats.hf_config_and_safetensors_headers convert.families.strided_views_of_hf_weights
+    convert.families.config_fields convert.formats.pickle_as_data convert.formats.torch_save_tensor_offsets
+    convert.formats.read_megatron_args convert.formats.megatron_param_names_and_shard_joins convert.formats.find_megatron_folder
+    convert.formats.locate_megatron_torch_tensors convert.formats.locate_megatron_torch_dist_tensors convert.formats.read_torch_dcp_metadata
+    convert.formats.note_unknown_megatron_args core.base.rank_status core.base.tolerate_broken_output core.base.label_allocations_by_memory_kind
 """
 
 
@@ -219,7 +219,9 @@ def test_collectives_alone_communicate_and_create_no_groups():
 
 
 def test_only_device_names_a_vendor():
-    beside_it = CORE / "parallel" / "device_config.py"  # the values of --device, for --help, which imports no torch
+    beside_it = (
+        CORE / "parallel" / "device_and_process_group_config.py"
+    )  # the values of --device, for --help, which imports no torch
     for path in PRODUCT_FILES:
         if path in (CORE / "parallel" / "accelerator.py", beside_it, ON_CPU):
             continue
@@ -260,7 +262,7 @@ def test_where_a_gradient_is_summed_is_asked_of_the_mesh():
 ASKS_THE_PROCESS = {
     "models/T5/t5_model.py": "T5Model",
     "models/common/embeddings/rotary_pos_embedding.py": "RotaryEmbedding",
-    "models/common/megatron_model.py": "MegatronCoreModel",
+    "models/common/megatron_core_model_base.py": "MegatronCoreModel",
     "tensor_parallel/batch_on_this_rank.py": "get_batch_on_this_tp_rank get_batch_on_this_cp_rank",
     "tensor_parallel/cross_entropy.py": "vocab_parallel_cross_entropy",
     "tensor_parallel/data.py": "broadcast_data",
@@ -268,7 +270,7 @@ ASKS_THE_PROCESS = {
     "tensor_parallel/mappings.py": "axis_of",
     "tensor_parallel/random.py": "CudaRNGStatesTracker get_cuda_rng_tracker _TrackerOfProcess _add_states checkpoint",
     "transformer/module.py": "settings_of context_of mesh_of_process",
-    "transformer/moe/aux_losses_tracker.py": (
+    "transformer/moe/megatron_aux_losses_tracker.py": (
         "get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks track_moe_metrics"
     ),
     "transformer/transformer_layer.py": "layers_of_stage",
@@ -299,9 +301,9 @@ def test_training_knows_no_model():
     """It trains what a script's provider returns, by what the model declares: rules, boundary, model_name, gives_hidden_states."""
     known = {
         "megatron.core.models.common.model_rules",
-        "megatron.core.transformer.layer_build_context",
+        "megatron.core.transformer.layer_parallel_context",
         "megatron.core.transformer.context_parallel_setting_problems",
-        "megatron.core.ops.attention.masks",  # what a batch hides from its queries
+        "megatron.core.ops.attention.document_and_window_masks",  # what a batch hides from its queries
         "megatron.core.transformer.model_config",
     }
     for path in sorted((ROOT / "megatron" / "training").rglob("*.py")):

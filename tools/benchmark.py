@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, FlagConfig, Positive, WholeNumber, option
 from megatron.core.ops.compile.compile_config import CompileConfig
-from megatron.core.parallel.device_config import DeviceName
+from megatron.core.parallel.device_and_process_group_config import DeviceName
 from tools.benchmarking import records, works
 from tools.benchmarking.contest import TURN, Contest, Plan, Stopped, ceilings
 from tools.benchmarking.picture import draw

@@ -123,12 +123,12 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron.convert import copy_checkpoint, open_any, write_hf_folder
-from megatron.convert.check_missing_keys import check_complete
+from megatron.convert.missing_params_and_absent_heads import check_complete
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.convert.upcycle_to_experts import Upcycling, upcycle
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import note_of_lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import backend_of, exists, remove_tree
 from megatron.core.storage.path_or_url import is_url, path_of

@@ -70,7 +70,7 @@ from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import saved_iterations
 from megatron.core.dist_checkpointing.manifest_format import TensorRecord, item_bytes_of, iteration_of, show_box
-from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import note_of_lost_buffers
 from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage.path_or_url import path_of
 

@@ -28,10 +28,10 @@ from megatron.core.base.dataclass_flags import (
     option_fields,
     read_flags,
 )
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.gpt_samples import plan_data_usage
+from megatron.core.datasets.gpt_dataset_and_builder import plan_data_usage
 from megatron.core.datasets.index_map import SPLIT_NAMES, requested_samples
-from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.planned_data_usage import DataUsage, total
 from tools.errors import run_tool
 

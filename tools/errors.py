@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
-from megatron.core.base.user_error_or_bug import is_user_error
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error
 
 
 def run_tool(

@@ -33,7 +33,7 @@ from megatron.core.base.dataclass_flags import (
     option,
     read_flags,
 )
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 from tools.errors import answer_help
 from tools.trained_model.flags import LAYOUT_SIZES, TrainedModelConfig
 
@@ -92,10 +92,10 @@ from megatron.core.base.lazy_imports import optional_package
 from megatron.core.base.tolerate_broken_output import until_reader_ends
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
-from megatron.evaluation.read_tasks import ReadOptions, read_tasks
+from megatron.evaluation.eval_task_requests_and_metrics import Task
+from megatron.evaluation.read_tasks_by_first_line import ReadOptions, read_tasks
 from megatron.evaluation.results import TaskResult, as_json, table, write_json
-from megatron.evaluation.tasks import Task
-from megatron.evaluation.text_requests import TextEncoder
+from megatron.evaluation.tokenize_and_window_requests import TextEncoder
 from tools.evaluating.model import EvaluatedModel, refuse_other_models, with_dtype
 from tools.trained_model.load import ModelSettings, TrainedModel, read_model_settings
 from tools.trained_model.run_on_ranks import run_on_ranks

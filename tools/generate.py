@@ -34,7 +34,7 @@ from megatron.core.base.dataclass_flags import (
     read_flags,
 )
 from megatron.core.inference.sampling_config import SamplingConfig
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 from tools.errors import answer_help, naming_flag
 from tools.trained_model.flags import TrainedModelConfig
 

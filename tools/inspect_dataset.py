@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, option
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
-from megatron.core.datasets.vocab_check import index_of_first_unknown
+from megatron.core.datasets.token_ids_without_embedding_row import index_of_first_unknown
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer
 from tools.errors import missing, run_tool
 from tools.merge_datasets import prefixes_of

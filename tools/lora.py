@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron.convert.families.config_json import kind_of
+from megatron.convert.families.read_and_write_hf_config import kind_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import Pair, base_of_state, merge_adapter, write_peft_folder
 from megatron.core.dist_checkpointing import open_checkpoint

@@ -15,9 +15,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import FlagConfig, option
-from megatron.core.datasets.eod_check import sampled_last_tokens
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
+from megatron.core.datasets.note_files_without_eod import sampled_last_tokens
 from tools.errors import missing, run_tool
 
 _SEQUENCES_AT_ONCE = 1 << 20

@@ -29,7 +29,7 @@ _IN_LOG = ("lm loss", "learning rate", "grad norm", "global batch size", "elapse
 _IN_METRICS = ("lm loss", "learning-rate", "grad-norm", "batch-size", "iteration-time")
 # Curves of megatron/training/monitor/expert_loads.py, one for each layer with experts.
 _LOADS = re.compile(r"moe/(max|min)_load_layer_\d+")
-# Lines of megatron/training/checkpointing/save_and_load.py. They show that a log continues the run of another one.
+# Lines of megatron/training/checkpointing/save_and_load_run_state.py. They show that a log continues the run of another one.
 _SAVED = re.compile(r"^saved checkpoint at iteration (\d+) to (.+)$", re.MULTILINE)
 _LOADED = re.compile(r"^loaded checkpoint of iteration (\d+) from (.+)$", re.MULTILINE)
 

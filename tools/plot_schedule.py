@@ -25,7 +25,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, option
-from megatron.core.base.user_error_or_bug import is_user_error
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error
 from megatron.core.pipeline_parallel.schedule.actions import Op, Schedule
 from megatron.core.pipeline_parallel.schedule.lower import add_reduce, add_transfers
 from megatron.core.pipeline_parallel.schedule.plot import (

@@ -85,11 +85,11 @@ if __name__ == "__main__":
     answer_help(defaults_of(SCRIPTS["gpt"]), UNREAD, add_flags)
 
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
-from megatron.core.datasets.gpt_samples import build_gpt_datasets
+from megatron.core.datasets.gpt_dataset_and_builder import build_gpt_datasets
 from megatron.core.datasets.index_map import SPLIT_NAMES
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.initialize import examine_without_device
 from megatron.training.num_samples import samples_to_request
 

@@ -41,7 +41,7 @@ from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build, changes, flags_of, option_fields
 from megatron.core.base.tolerate_broken_output import until_reader_ends
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor, open_checkpoint
-from megatron.core.dist_checkpointing.unsaved_state_warning import lost_buffers
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import lost_buffers
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.global_vars import print_rank_0, set_runtime

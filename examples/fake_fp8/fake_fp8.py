@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
+from megatron.core.distributed.sync_persistent_module_buffers import ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
 from megatron.core.sharding.placement import Placement
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
+from megatron.core.transformer.layer_parallel_context import LayerContext
 
 INPUT, WEIGHT, GRAD = range(3)
 FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -7,11 +7,15 @@ Each adapter is split as its linear is: of a column-parallel linear B is split b
 
 from torch import Tensor, nn
 
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, weight_flops
 from megatron.core.sharding.placement import Constant, Normal
 from megatron.core.tensor_parallel import autograd_collectives
+from megatron.core.tensor_parallel.exchange_parallel_linears_for_adapters import (
+    input_parameter,
+    output_parameter,
+    replace_linears,
+)
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.replace_parallel_linears import input_parameter, output_parameter, replace_linears
 
 
 class LoRA(nn.Module):

@@ -23,7 +23,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.sharding.placement import Placement
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_batch
 from megatron.training import get_args, get_runtime, pretrain
 from megatron.training.batch_utils import get_batch_on_this_cp_rank
 

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import option
-from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
+from megatron.core.distributed.sync_persistent_module_buffers import ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
-from megatron.core.ops.overridable_by_torch_function_mode import row_counts
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, weight_flops
+from megatron.core.ops.decisions_overridable_for_memory_prediction import row_counts
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
 from megatron.core.sharding.placement import Normal, Placement
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.transformer.layer_build_context import ExpertParallel, LayerContext
+from megatron.core.transformer.layer_parallel_context import ExpertParallel, LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.spec_utils import ContextSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, submodules_of

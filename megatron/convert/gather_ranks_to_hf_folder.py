@@ -18,11 +18,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_table import ParamMapping
+from megatron.convert.families.hf_family_and_param_mapping import ParamMapping
 from megatron.convert.plan_hf_folder import FolderPlan, write_config_and_aux_files, write_weights_file
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.manifest_format import TensorRecord
-from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.offload.tensor_in_memory_or_file import start_reading
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box, intersect, relative_to, size_of, slices, whole

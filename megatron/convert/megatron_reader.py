@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from megatron.convert.check_missing_keys import ABSENT_HEADS, binary_head_parameters
-from megatron.convert.families.hf_family_table import WORD_EMBEDDINGS
-from megatron.convert.families.weight_layout import shape_of
+from megatron.convert.families.hf_family_and_param_mapping import WORD_EMBEDDINGS
+from megatron.convert.families.strided_views_of_hf_weights import shape_of
 from megatron.convert.formats.find_megatron_folder import find_megatron
+from megatron.convert.formats.locate_megatron_torch_dist_tensors import args_and_vocab_size_of_dist, read_dist
+from megatron.convert.formats.locate_megatron_torch_tensors import MegatronModel, args_and_vocab_size, read_classic
 from megatron.convert.formats.read_megatron_args import unknown_args_note
-from megatron.convert.formats.read_megatron_torch import MegatronModel, args_and_vocab_size, read_classic
-from megatron.convert.formats.read_megatron_torch_dist import args_and_vocab_size_of_dist, read_dist
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
+from megatron.convert.missing_params_and_absent_heads import ABSENT_HEADS, binary_head_parameters
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint, StridedPiece, piece_of
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, TensorRecord
 from megatron.core.parallel import collectives

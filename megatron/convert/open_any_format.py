@@ -7,16 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.convert.families.config_json import family_of
+from megatron.convert.families.read_and_write_hf_config import family_of
 from megatron.convert.formats.find_megatron_folder import (
     is_megatron_folder,
     refuse_unsupported_format,
     unsupported_format_hint,
 )
-from megatron.convert.formats.read_hf_config_and_headers import CONFIG, has_hf_config, read_json
-from megatron.convert.hf_origin import Provenance
+from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, has_hf_config, read_json
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
 from megatron.convert.megatron_reader import open_megatron, settings_of_megatron
-from megatron.convert.open_hf_folder import open_hf_folder, read_config_with_true_tying, settings_by_component
+from megatron.convert.open_hf_safetensors_folder import (
+    open_hf_folder,
+    read_config_with_true_tying,
+    settings_by_component,
+)
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.convert.torchtitan_reader import open_titan
 from megatron.convert.torchtitan_to_hf_names import has_dcp_weights

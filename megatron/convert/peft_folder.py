@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.convert.families.config_json import family_of, kind_of, settings_of
-from megatron.convert.families.hf_family_table import Family
+from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.read_and_write_hf_config import family_of, kind_of, settings_of
 from megatron.convert.families.registry import FAMILIES
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
-from megatron.convert.formats.read_hf_config_and_headers import CONFIG, INDEX, WEIGHTS, read_json
+from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, View
+from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, INDEX, WEIGHTS, read_json
 from megatron.convert.formats.safetensors_header import TensorInFile, header_of, read_header
-from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.open_hf_safetensors_folder import head_counts_of, param_mappings
 from megatron.convert.peft_of_experts import DOWN, GATE_UP, ExpertsInHF, Pair, experts_in_hf, joined, one_by_one
 from megatron.convert.plan_hf_folder import bytes_of_tensor, to_hf_tensors
 from megatron.core.base.dataclass_flags import ConfigError
@@ -61,7 +61,7 @@ class LinearInHF(NamedTuple):
     """One linear of ours, and the modules of transformers with its rows."""
 
     linear: str  # its name in our model
-    operation: str  # of `weight_layout`, from their weights to ours
+    operation: str  # of `strided_views_of_hf_weights`, from their weights to ours
     modules: tuple[str, ...]
 
     @property

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_table import Family
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts
-from megatron.convert.open_hf_folder import param_mappings
+from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts
+from megatron.convert.open_hf_safetensors_folder import param_mappings
 from megatron.convert.plan_hf_folder import to_hf_tensors
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.peft.lora_config import PARTS

@@ -4,7 +4,7 @@
     model.safetensors, or files of at most a given size and model.safetensors.index.json
     tokenizer.json, generation_config.json, chat_template.jinja, ...     copied from the folder that the model came from
 
-`export_checkpoint_to_hf.py` writes the model of a checkpoint by such a plan, `gather_ranks_to_hf_folder.py` that of a
+`stream_checkpoint_to_hf_folder.py` writes the model of a checkpoint by such a plan, `gather_ranks_to_hf_folder.py` that of a
 running job.
 """
 
@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.check_missing_keys import check_complete, parameter_names
-from megatron.convert.families.config_json import config_of, kind_of
-from megatron.convert.families.hf_family_table import Family, ParamMapping
+from megatron.convert.families.hf_family_and_param_mapping import Family, ParamMapping
+from megatron.convert.families.read_and_write_hf_config import config_of, kind_of
 from megatron.convert.families.registry import FAMILIES
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View
-from megatron.convert.formats.read_hf_config_and_headers import CONFIG, INDEX, WEIGHTS
+from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, View
+from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, INDEX, WEIGHTS
 from megatron.convert.formats.safetensors_header import header_of
-from megatron.convert.hf_origin import GENERATION, Provenance, copy_aux_files, write_aux_files
-from megatron.convert.open_hf_folder import head_counts_of, param_mappings
-from megatron.convert.read_hf_vocabulary import read_bos_eos_ids
-from megatron.convert.tokenizer_files import files_of_tokenizer
+from megatron.convert.hf_provenance_and_tokenizer_files import GENERATION, Provenance, copy_aux_files, write_aux_files
+from megatron.convert.missing_params_and_absent_heads import check_complete, parameter_names
+from megatron.convert.open_hf_safetensors_folder import head_counts_of, param_mappings
+from megatron.convert.read_hf_token_to_id import read_bos_eos_ids
+from megatron.convert.write_tokenizer_as_hf_files import files_of_tokenizer
 from megatron.core.base.dataclass_flags import ConfigError, build
-from megatron.core.base.registry import FUNCTIONS
+from megatron.core.base.registry_with_checked_entries import FUNCTIONS
 from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError, TensorRecord
 from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.convert.families.weight_layout import View
+from megatron.convert.families.strided_views_of_hf_weights import View
 from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.convert.strided_reads_of_foreign_files import StridedPiece, piece_of
 from megatron.core.dist_checkpointing.manifest_format import TensorRecord

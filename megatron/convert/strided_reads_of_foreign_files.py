@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, View, shape_of
+from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, View, shape_of
 from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.core.dist_checkpointing import manifest_format
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, CheckpointError, Piece, TensorRecord
-from megatron.core.offload.stored_tensor import StoredTensor
+from megatron.core.offload.tensor_in_memory_or_file import StoredTensor
 from megatron.core.sharding.boxes import Box, contiguous_flat_range, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage.file_layer import backend_of, read_all
 

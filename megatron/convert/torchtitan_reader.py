@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.convert.families.config_json import family_of, settings_of
-from megatron.convert.formats.read_hf_config_and_headers import CONFIG, HFFolder, read_json
+from megatron.convert.families.read_and_write_hf_config import family_of, settings_of
+from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, HFFolder, read_json
 from megatron.convert.megatron_reader import checkpoint_from_text, manifest_as_text
-from megatron.convert.open_hf_folder import manifest_with, tensor_records
+from megatron.convert.open_hf_safetensors_folder import manifest_with, tensor_records
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint
 from megatron.convert.torchtitan_to_hf_names import (
     check_tied_chunks,

@@ -15,10 +15,10 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megatron.convert.families.hf_family_table import Family
-from megatron.convert.families.weight_layout import View
+from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.strided_views_of_hf_weights import View
 from megatron.convert.formats.find_megatron_folder import METADATA
-from megatron.convert.formats.read_hf_config_and_headers import CONFIG, INDEX, WEIGHTS, are_equal
+from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, INDEX, WEIGHTS, are_equal
 from megatron.convert.formats.read_torch_dcp_metadata import BoxInFile, read_dcp
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.convert.strided_reads_of_foreign_files import StridedPiece, piece_of

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.check_missing_keys import check_complete
-from megatron.convert.families.config_json import kind_of
+from megatron.convert.families.read_and_write_hf_config import kind_of
+from megatron.convert.missing_params_and_absent_heads import check_complete
 from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor, save_checkpoint
-from megatron.core.offload.stored_tensor import StoredTensor
+from megatron.core.offload.tensor_in_memory_or_file import StoredTensor
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import exists

@@ -8,7 +8,7 @@ also under --rampup-batch-size. A loop of one's own calls `init_num_microbatches
 import logging
 from collections.abc import Sequence
 
-from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, ramp
+from megatron.core.base.global_batch_size_schedule import BatchSizes, constant_size, ramp
 from megatron.core.parallel.global_state import GlobalState, get_global_state
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,12 @@
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.param_group_lr_schedulers import SampleSchedule
+from megatron.core.optimizer.lr_wd_schedule_by_samples import (
+    LearningRateConfig,
+    LearningRateSchedule,
+    WeightDecaySchedule,
+)
+from megatron.core.optimizer.write_lr_into_param_groups import SampleSchedule
 
 
 class OptimizerParamScheduler(SampleSchedule):

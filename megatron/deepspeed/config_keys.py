@@ -6,7 +6,7 @@ WORKS: key -> the kind of its value, what it does, and the lowest and highest va
 NO_EFFECT, REFUSED: a reason, or what to do instead -> keys, with their sections before them.
 """
 
-from megatron.deepspeed.ds_config_key_policy import WorkingKey
+from megatron.deepspeed.refuse_unsupported_config_keys import WorkingKey
 
 WORKS = {
     "train_batch_size": WorkingKey(

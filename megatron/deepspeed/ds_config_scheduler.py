@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, fits
 from megatron.core.optimizer.deepspeed_lr_schedules import STEP_SCHEDULES, Rates
-from megatron.core.optimizer.param_group_lr_schedulers import GroupSchedule
+from megatron.core.optimizer.write_lr_into_param_groups import GroupSchedule
 
 
 def make_schedule(section: Mapping[str, Any], optimizer: Any) -> GroupSchedule:

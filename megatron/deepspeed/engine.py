@@ -1,4 +1,5 @@
-"""Provide DeepSpeed's `initialize` and engine: `megatron.training.zero_engine.Engine` with the settings of a ds_config.
+"""Provide DeepSpeed's `initialize` and engine: the `Engine` of
+`megatron.training.zero_engine_for_any_module` with the settings of a ds_config.
 
     for batch in loader:             micro batches of this rank
         loss = engine(batch)         the module's forward
@@ -31,7 +32,7 @@ from megatron.deepspeed.ds_config_scheduler import make_schedule
 from megatron.deepspeed.optimizer import ZeroOptimizer, make_groups
 from megatron.deepspeed.settings import Settings, load_ds_config, read_settings
 from megatron.deepspeed.zero import ensure_data_parallel_groups
-from megatron.training.zero_engine import Engine
+from megatron.training.zero_engine_for_any_module import Engine
 
 _MOST_TAG = 1 << 12  # bytes
 

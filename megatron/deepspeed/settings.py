@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import LossScaleConfig
 from megatron.deepspeed.config_keys import HARMLESS, NO_EFFECT, REFUSED, WORKS
-from megatron.deepspeed.ds_config_key_policy import ConfigKeyPolicy
-from megatron.training.zero_engine import EngineConfig
+from megatron.deepspeed.refuse_unsupported_config_keys import ConfigKeyPolicy
+from megatron.training.zero_engine_for_any_module import EngineConfig
 
 KEYS = ConfigKeyPolicy(WORKS, NO_EFFECT, REFUSED, HARMLESS, name="ds_config", page="docs/deepspeed.md")
 

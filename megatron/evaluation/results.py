@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.storage.atomic_file import atomic_file
-from megatron.evaluation.metrics import Metric
-from megatron.evaluation.tasks import Task
+from megatron.evaluation.eval_task_requests_and_metrics import Task
+from megatron.evaluation.perplexity_and_mean_stderr import Metric
 
 _FILTER = "none"  # lm-evaluation-harness has filters of generated text; log-likelihoods have none
 VERSION = 1  # of all tasks here, whose formulas have not changed

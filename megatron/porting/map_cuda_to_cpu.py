@@ -20,7 +20,7 @@ import torch._dynamo  # looks up torch's functions, before they are replaced
 import torch.distributed as dist
 
 import megatron
-from megatron.core.parallel.device_config import DeviceConfig
+from megatron.core.parallel.device_and_process_group_config import DeviceConfig
 
 _CUDA, _CPU = "cuda", "cpu"
 _OTHERS = (str(Path(megatron.__file__).resolve().parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)

@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.parallel import collectives
 from megatron.core.process_groups_config import OWN_CP_GROUP
 from megatron.core.tensor_parallel import batch_on_this_rank
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import plain_cross_entropy_of
 from megatron.training.global_vars import get_runtime
 

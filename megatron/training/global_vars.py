@@ -14,19 +14,19 @@ from megatron.core import parallel_state
 from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets.vocab_check import cap_vocab_size
+from megatron.core.datasets.token_ids_without_embedding_row import cap_vocab_size
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_global_state, mesh_override
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.timers import Timers
-from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
+from megatron.core.tokenizers.tokenizer_config_and_build import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.training.arguments.command_line import Arguments, ExtraArgs
 from megatron.training.arguments.config import Config
 

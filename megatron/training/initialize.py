@@ -23,20 +23,24 @@ from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
-from megatron.core.datasets.data_fingerprint import data_sha256
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error, write_error_file
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
-from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_rows_problem, ids_without_row_note
+from megatron.core.datasets.token_files_sha256 import data_sha256
+from megatron.core.datasets.token_ids_without_embedding_row import (
+    cap_vocab_size,
+    embedding_rows_problem,
+    ids_without_row_note,
+)
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.core.offload.offload_folder import offload_folder_conflicts, remove_surplus_rank_folders
 from megatron.core.ops import cpu_half_precision_matmul as matmul
 from megatron.core.ops.compile.compiled_region import compile_if_all_ranks_can
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
-from megatron.core.parallel.device_config import DeviceConfig
+from megatron.core.parallel.device_and_process_group_config import DeviceConfig
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.launcher_environment import Launch, discover, threads_per_rank
 from megatron.core.parallel.mesh import Mesh
@@ -44,9 +48,9 @@ from megatron.core.parallel.rank_grid import ORDER, Axis
 from megatron.core.storage.path_or_url import is_url, path_of
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
-from megatron.training.arguments.checkpoint_to_load import mistake_in
+from megatron.core.tokenizers.tokenizer_sha256 import tokenizer_sha256
+from megatron.training.arguments.choose_checkpoint_to_resume import mistake_in
 from megatron.training.arguments.command_line import (
     Arguments,
     ArgumentsError,
@@ -59,7 +63,7 @@ from megatron.training.arguments.hf_config import hf_config_problems, other_mode
 from megatron.training.arguments.monitor_config import watch_notes
 from megatron.training.arguments.unused_settings import without_effect_on_few_ranks
 from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
-from megatron.training.checkpointing.save_and_load import load_saved_matmul_modes
+from megatron.training.checkpointing.save_and_load_run_state import load_saved_matmul_modes
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import listen_for_requests
 from megatron.training.global_vars import Runtime, print_rank_0, print_rank_last, set_runtime, vocab_size_of, with_args

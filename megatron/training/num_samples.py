@@ -6,7 +6,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.index_map import parse_split, requested_samples
 from megatron.training.arguments.config import Config, TrainingConfig
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 
 
 def samples_to_request(

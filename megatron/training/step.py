@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.core.distributed.gradient_lifecycle import GradientStep
+from megatron.core.distributed.clear_reduce_divide_gradients import GradientStep
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler, GradScaler
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals
 from megatron.core.pipeline_parallel.schedules import Pipeline, SharedTotals
-from megatron.core.sharding.module_buffer_placement import Values, set_buffer_values
+from megatron.core.sharding.buffer_placement_and_sync import Values, set_buffer_values
 from megatron.core.timers import Timers
 from megatron.training.rewindable_batches import RewindableBatches
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.base import rank_status
-from megatron.core.datasets.data_loader import loader
-from megatron.core.distributed.comm_volume import comm_volume_by_stage_line
+from megatron.core.datasets.data_parallel_sampler_and_loader import loader
+from megatron.core.distributed.zero_stage_comm_volume import comm_volume_by_stage_line
 from megatron.core.ops.attention.kernels import news_of_attention
 from megatron.core.ops.compile.compiled_region import compile_cost_line, whole_layer_fallback_lines
-from megatron.core.ops.flops import FlopsRecord, stage_flops
-from megatron.core.optimizer.lr_schedule import (
+from megatron.core.ops.count_flops_by_module import FlopsRecord, stage_flops
+from megatron.core.optimizer.lr_wd_schedule_by_samples import (
     AnySchedule,
     differences,
     learning_rate_schedule,
@@ -33,31 +33,40 @@ from megatron.core.optimizer.lr_schedule import (
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, keep_reports
-from megatron.training.arguments.checkpoint_to_load import resume_hint
+from megatron.training.arguments.choose_checkpoint_to_resume import resume_hint
 from megatron.training.arguments.command_line import reason_lines
-from megatron.training.build import DatasetsProvider, build_chunks, refuse_together
-from megatron.training.build_model_and_optimizer import ModelProvider, build_optimizer, build_pipeline
-from megatron.training.checkpointing import save_and_load
-from megatron.training.checkpointing.save_folder import prepare_folder, prepare_hf_folder, warn_of_other_checkpoints
+from megatron.training.build_model_optimizer_and_data import DatasetsProvider, build_chunks, refuse_together
+from megatron.training.checkpointing import save_and_load_run_state
+from megatron.training.checkpointing.check_and_lock_save_folder import (
+    prepare_folder,
+    prepare_hf_folder,
+    warn_of_other_checkpoints,
+)
 from megatron.training.checkpointing.save_manager import SaveManager
-from megatron.training.eval_tasks import EvalTasks
-from megatron.training.evaluate import evaluate, first_sample_and_microbatches
+from megatron.training.eval_tasks_during_training import EvalTasks
+from megatron.training.evaluate_window_chosen_by_iteration import evaluate, first_sample_and_microbatches
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import ExitConditions
 from megatron.training.global_vars import Runtime, is_last_rank, print_rank_0, print_rank_last
 from megatron.training.initialize import affinity_cores, as_config_error
-from megatron.training.memory.dry_run import Job
-from megatron.training.memory.memory_monitor import MemoryMonitor
-from megatron.training.memory.peak_along_schedule import Forecast
+from megatron.training.make_chunks_optimizer_and_pipeline import ModelProvider, build_optimizer, build_pipeline
+from megatron.training.memory.dry_run_of_one_rank import Job
+from megatron.training.memory.forecast_memory_along_schedule import Forecast
+from megatron.training.memory.log_measured_beside_predicted_memory import MemoryMonitor
 from megatron.training.monitor.cpu_contention import CpuContention
 from megatron.training.monitor.long_task_progress import heartbeat
 from megatron.training.monitor.monitor import Monitor
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog, print_validation, task_line
+from megatron.training.named_and_padded_validation_sets import (
+    EvaluatedSet,
+    evaluated_set_notes,
+    evaluated_sets,
+    reason_left_out,
+)
 from megatron.training.num_samples import check_datasets, notes_of_no_validation, samples_to_request
 from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.result_checks.check_runner import Guard
 from megatron.training.step import NotFiniteError, StepResult, train_step
-from megatron.training.validation_sets import EvaluatedSet, evaluated_set_notes, evaluated_sets, reason_left_out
 
 
 @dataclass(frozen=True)
@@ -106,10 +115,10 @@ class Trainer:
         self.exits = ExitConditions(self.config.training, world, self.device, began)
 
         # refuse an unusable --load or --save now, since building the model may take minutes
-        start = save_and_load.agree_where_to_start(
+        start = save_and_load_run_state.agree_where_to_start(
             self.config.checkpoint, world, self.device
         )  # first: a refused run creates no folder
-        save_and_load.refuse_other_settings(runtime, start)
+        save_and_load_run_state.refuse_other_settings(runtime, start)
         prepare_folder(self.config.checkpoint, world, self.device, runtime.resources)
         prepare_hf_folder(self.config.hf.save_hf, world, self.device, runtime.resources)
 
@@ -147,7 +156,7 @@ class Trainer:
             # load the checkpoint into model and optimizer; log_state: the saved log of an interrupted log interval
             rank_status.enter("loading the checkpoint")
             with heartbeat("loading the checkpoint", print_rank_0):
-                self.state, log_state = save_and_load.load(runtime, self.model, self.optimizer)
+                self.state, log_state = save_and_load_run_state.load(runtime, self.model, self.optimizer)
             warn_of_other_checkpoints(self.config.checkpoint, self.state.iteration, world)
 
             # set the length of the run; --train-samples is counted on from the samples already consumed
@@ -630,7 +639,7 @@ class Trainer:
         Every rank must call.
         """
         # parameters
-        total = save_and_load.count_parameters(self.model, self.mesh, self.device)
+        total = save_and_load_run_state.count_parameters(self.model, self.mesh, self.device)
         training_to = "" if self.config.training.skip_train else f"; training to iteration {self.train_iters}"
         print_rank_0(f"model of {total:,} parameters{training_to}")
 

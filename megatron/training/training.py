@@ -19,24 +19,33 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.hard_exit import say_last_words
+from megatron.core.base.exit_callbacks_and_hard_exit import say_last_words
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.base.user_error_or_bug import write_error_file
+from megatron.core.base.user_error_and_torchrun_error_file import write_error_file
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import NO_RULES, ModelRules
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep
 from megatron.training.argument_utils import PretrainConfigContainer
-from megatron.training.arguments.checkpoint_to_load import resume_hint
+from megatron.training.arguments.choose_checkpoint_to_resume import resume_hint
 from megatron.training.arguments.command_line import ExtraArgs
-from megatron.training.build import DatasetsProvider, build_train_valid_test_data_iterators, setup_model_and_optimizer
-from megatron.training.build_model_and_optimizer import ModelProvider
-from megatron.training.fault_tolerance import exit_on_ctrl_c, exit_with_launcher, failure_shutdown, hang_watch
+from megatron.training.build_model_optimizer_and_data import (
+    DatasetsProvider,
+    build_train_valid_test_data_iterators,
+    setup_model_and_optimizer,
+)
+from megatron.training.fault_tolerance import (
+    exit_immediately_on_ctrl_c,
+    exit_with_launcher,
+    failure_shutdown,
+    hang_watch,
+)
 from megatron.training.fault_tolerance.exit_conditions import stop_listening
 from megatron.training.global_vars import ParsedFirst, Runtime, set_runtime
 from megatron.training.initialize import initialize_megatron, stop_with
+from megatron.training.make_chunks_optimizer_and_pipeline import ModelProvider
 from megatron.training.memory import oom_advice
 from megatron.training.trainer import NonLossData, Trainer
 
@@ -191,7 +200,7 @@ def run_script(script: Script) -> None:
     tolerate_broken_output.keep_running(rank)
     exit_with_launcher.end_with_launcher(rank)
     with (
-        exit_on_ctrl_c.ExitOnInterrupt(rank) as ctrl_c,
+        exit_immediately_on_ctrl_c.ExitOnInterrupt(rank) as ctrl_c,
         hang_watch.watching(rank, parallel_state.launched_world_size()),
     ):
         try:
@@ -200,7 +209,7 @@ def run_script(script: Script) -> None:
             stop_listening()
 
 
-def _run(script: Script, began: float, ctrl_c: exit_on_ctrl_c.ExitOnInterrupt) -> None:
+def _run(script: Script, began: float, ctrl_c: exit_immediately_on_ctrl_c.ExitOnInterrupt) -> None:
     """Run one job. Whatever ends it, every rank shuts down in the same order.
 
     began: `time.monotonic()` of the start.
@@ -262,7 +271,7 @@ def _run(script: Script, began: float, ctrl_c: exit_on_ctrl_c.ExitOnInterrupt) -
                 raise
             tolerate_broken_output.print_stderr(message)
             if interruption is not None:
-                sys.exit(exit_on_ctrl_c.CODE)
+                sys.exit(exit_immediately_on_ctrl_c.CODE)
             sys.exit(failure_shutdown.exit_code_of_failed_run(error))
 
         # a job of several processes: tell the other ranks
@@ -291,7 +300,7 @@ def interruption_message(runtime: Runtime | None, trainer: Trainer | None) -> st
     """Return the message of an interrupted run: its iteration, and how to resume."""
     save = None if runtime is None else runtime.config.checkpoint.save
     iteration = None if trainer is None else trainer.state.iteration
-    return exit_on_ctrl_c.farewell(iteration, resume_hint(save))
+    return exit_immediately_on_ctrl_c.farewell(iteration, resume_hint(save))
 
 
 def set_startup_timestamps(program_start: float | None = None, main_entry: float | None = None) -> None:

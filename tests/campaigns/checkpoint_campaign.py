@@ -44,7 +44,7 @@ from megatron.core.parallel.mesh import build_mesh
 from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.storage import file_layer
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpointing import load_with_fallback, save_and_load, save_folder
+from megatron.training.checkpointing import check_and_lock_save_folder, load_with_fallback, save_and_load_run_state
 
 MODEL = replace(TINY_GPT2, num_layers=1, hidden_size=20, kv_channels=5)  # some tensors end within a line of 64 bytes
 SAVED = (2, 4, 6)
@@ -98,10 +98,10 @@ class Loader:
             local.tensor.detach().fill_(float("nan"))  # of what is not loaded, nothing may come from the load before
         with contextlib.ExitStack() as held:
             if saves:
-                save_folder.prepare_folder(
+                check_and_lock_save_folder.prepare_folder(
                     CheckpointConfig(save=str(root)), self.mesh["world"], torch.device("cpu"), held
                 )
-            save_and_load.load(runtime, self.trainer.model, self.trainer.adam)
+            save_and_load_run_state.load(runtime, self.trainer.model, self.trainer.adam)
         digest = hashlib.sha256()
         for name, local in sorted(tensors.items()):
             digest.update(
@@ -114,7 +114,12 @@ class Loader:
 def silence() -> Iterator[list[str]]:
     """What the first rank would print; the block prints nothing."""
     lines: list[str] = []
-    modules = (save_and_load, load_with_fallback, save_folder, save_and_load.check_same_model_and_optimizer)
+    modules = (
+        save_and_load_run_state,
+        load_with_fallback,
+        check_and_lock_save_folder,
+        save_and_load_run_state.check_same_model_and_optimizer,
+    )
     before = [module.print_rank_0 for module in modules]
     for module in modules:
         module.print_rank_0 = lines.append

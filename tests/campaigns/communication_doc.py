@@ -39,7 +39,7 @@ activation [s, b, h] of the whole batch of a rank: {activation:,} bytes in float
 to a step. [Memory](memory.md) derives what the ZeRO stages send, and a run prints it at its start.
 
 One kind of call is missing from this ledger and from what a run prints at its start. In ZeRO stages 2 and 3 the data-parallel ranks check
-that they all issue the same calls (`megatron/core/distributed/collective_order_check.py`, which has a ledger of its own). The check is an
+that they all issue the same calls (`megatron/core/distributed/zero_collective_order_check.py`, which has a ledger of its own). The check is an
 all-reduce of two integers, 16 bytes, within each group of ranks that together hold all shards, once at the end of a step.
 `--poison-released-buffers` adds one before the reduce-scatter of each bucket and, in stage 3, before each all-gather of a unit.
 

@@ -29,8 +29,8 @@ from tiny_run import GPT2, LLAMA, SEQ, Layout, Outcome, Texts, run
 
 from megatron.core.context_parallel import block_attention
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 PIPELINES = {  # ranks, chunks of each, schedule

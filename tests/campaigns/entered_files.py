@@ -33,8 +33,8 @@ import pretrain_gpt
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer import transformer_layer
-from megatron.training import build, build_model_and_optimizer, trainer
-from megatron.training.checkpointing import save_and_load
+from megatron.training import build_model_optimizer_and_data, make_chunks_optimizer_and_pipeline, trainer
+from megatron.training.checkpointing import save_and_load_run_state
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -46,15 +46,15 @@ BUILT, TRAINED = "a parameter is built", "a batch is trained"
 SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
-    "a rank's model is built": [(build, "build_chunks")],
+    "a rank's model is built": [(build_model_optimizer_and_data, "build_chunks")],
     BUILT: [
         (transformer_layer, "ParallelMLP"),
-        (build, "initialize_parameters"),
-        (build_model_and_optimizer, "DistributedDataParallel"),
+        (build_model_optimizer_and_data, "initialize_parameters"),
+        (make_chunks_optimizer_and_pipeline, "DistributedDataParallel"),
     ],
     TRAINED: [(trainer, "train_step")],
     SUMMED: [(DistributedDataParallel, name) for name in ("start_grad_reduce", "finish_grad_reduce")],
-    WRITTEN: [(save_and_load, "save")],
+    WRITTEN: [(save_and_load_run_state, "save")],
 }
 PREFIX = f"{ROOT}/megatron/"
 

@@ -36,7 +36,7 @@ from token_files import write as write_documents  # noqa: E402
 from written_caches import write_cache  # noqa: E402
 
 from megatron.core.datasets import DataConfig, IndexedDataset, build_gpt_datasets  # noqa: E402
-from megatron.core.datasets.gpt_samples import GPTDataset  # noqa: E402
+from megatron.core.datasets.gpt_dataset_and_builder import GPTDataset  # noqa: E402
 from megatron.core.datasets.index_map import IndexRequest, build_indices  # noqa: E402
 from tools import merge_datasets, preprocess_data  # noqa: E402
 from tools.preprocessing import sources  # noqa: E402

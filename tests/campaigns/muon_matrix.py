@@ -25,7 +25,7 @@ from parity_cases import worst_of
 from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Outcome, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 
 LAYOUTS = {
     "tp1": {},

@@ -31,10 +31,10 @@ from tiny_run import TINY_GPT2, Layout, TinyTrainer, runtime_for
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
-from megatron.training.checkpointing import save_and_load
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
+from megatron.training.checkpointing import save_and_load_run_state
 
 MASTER, MODEL = "optimizer/master/", "model/"
 
@@ -121,7 +121,7 @@ def answer_without_flag(trainer: TinyTrainer, source: Path) -> str:
     chosen = replace(runtime.config.checkpoint, allow_precision_change=False)
     runtime.config = replace(runtime.config, checkpoint=chosen)
     try:
-        save_and_load.load(runtime, trainer.model, trainer.adam)
+        save_and_load_run_state.load(runtime, trainer.model, trainer.adam)
     except ConfigError as error:
         return str(error)
     return ""

@@ -37,16 +37,16 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, Texts, TinyTrainer
 from torch import Tensor
 from zero_matrix import several_slices
 
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
+from megatron.core.dist_checkpointing.async_snapshot_to_writer_process import AsyncSaver
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.offload.tensor_in_memory_or_file import start_reading
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_model_state, sharded_optimizer_state
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load
+from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load_run_state
 
 VOCAB = 8
 ONE_LAYER = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
@@ -297,7 +297,7 @@ def save_local_checkpoint(case: SaveCase, trainer: TinyTrainer, folder: Path, it
 
 
 def saving(trainer: TinyTrainer, runtime: Any) -> tuple[Any, Any]:
-    return save_and_load.checkpoint_contents(runtime, trainer.model, trainer.adam, trainer.state, {})
+    return save_and_load_run_state.checkpoint_contents(runtime, trainer.model, trainer.adam, trainer.state, {})
 
 
 def held(trainer: TinyTrainer) -> dict[str, Tensor]:

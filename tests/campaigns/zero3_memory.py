@@ -59,7 +59,7 @@ def peaks_of(flags: str) -> list[int]:
 
 def report() -> list[str]:
     """Train in processes, and compare."""
-    from megatron.training.memory.peak_along_schedule import forecast
+    from megatron.training.memory.forecast_memory_along_schedule import forecast
     from tools.estimating.job import read
 
     ranks = forecast(read([*FLAGS.split(), "--world-size", str(RANKS), "--device", "cpu"]).job)

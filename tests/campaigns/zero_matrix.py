@@ -28,7 +28,7 @@ from parity_cases import worst_of
 from tiny_run import TINY_GPT2, Layout, Outcome, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -243,7 +243,7 @@ def data() -> list[str]:
 
 def canonical(name: str) -> str:
     """Return a name with the name that its module gives itself: `megatron.mpu` is `megatron.core.parallel_state`."""
-    from megatron.porting.judge_fork import find
+    from megatron.porting.judge_fork_names_and_flags import find
 
     before, _, last = name.rpartition(".")
     if not before or not name.startswith("megatron."):

@@ -11,8 +11,8 @@ import ast
 import subprocess
 from collections.abc import Iterator
 
-from megatron.porting.fork_names import dotted
-from megatron.porting.judge_fork import find, only_raises
+from megatron.porting.judge_fork_names_and_flags import find, only_raises
+from megatron.porting.names_used_by_fork import dotted
 
 SCRIPTS = ["pretrain_gpt.py", "pretrain_bert.py"]
 LOOP = ["examples/run_simple_mcore_train_loop.py"]

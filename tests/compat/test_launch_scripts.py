@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from launch_scripts import TAGS, Command, Recorder, measure, of_scripts, our_problems, words_of_value, write_recorders
 
-from megatron.porting.launch_flags import flags_of_shell
+from megatron.porting.flags_in_launch_scripts import flags_of_shell
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")
 

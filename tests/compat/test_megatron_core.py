@@ -23,17 +23,17 @@ import pytest
 import torch
 
 from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, batched_attention_masks
-from megatron.core.datasets.blend import exhaustive_indices, normalized, weighted_indices
+from megatron.core.datasets.blending_indices_and_dataset import exhaustive_indices, normalized, weighted_indices
+from megatron.core.datasets.choose_masked_spans import MaskingRules, WordPieces
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_loader import loader
+from megatron.core.datasets.data_parallel_sampler_and_loader import loader
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
-from megatron.core.datasets.gpt_samples import GPTDataset, TokenRules, build_gpt_datasets
+from megatron.core.datasets.gpt_dataset_and_builder import GPTDataset, TokenRules, build_gpt_datasets
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.mask_selection import MaskingRules, WordPieces
 from megatron.core.datasets.mmap_indexed_dataset import DTYPES, IndexedDataset
 from megatron.core.datasets.sentence_sample_map import SampleRequest, build_sample_map
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.document_and_window_masks import Documents
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
 pytestmark = pytest.mark.skipif(

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.ops.aux_losses import objective_of
+from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.moe_layer import ParallelMoE
 

@@ -20,8 +20,8 @@ from local_ranks import run_ranks
 from sentence_files import write_sentences
 
 from megatron.core.context_parallel.cp_attention import METHODS, AttentionInputs, ContextParallel
+from megatron.core.ops.attention.document_and_window_masks import Documents, Window
 from megatron.core.ops.attention.kernels import fused_attention, unfused_attention
-from megatron.core.ops.attention.masks import Documents, Window
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update

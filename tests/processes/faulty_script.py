@@ -18,7 +18,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
 from failing_files import FailingFiles, FileCall, Killed
 
-from megatron.core.storage import file_layer, object_store
+from megatron.core.storage import file_layer, fsspec_object_store
 
 
 class Dying(FailingFiles):
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     rank, _, rest = os.environ.get("FAULT", "").partition(":")
     at, _, how = rest.partition(":")
     mine = rank == os.environ.get("RANK", "0")
-    object_store.PART = int(os.environ.get("PART", object_store.PART))
+    fsspec_object_store.PART = int(os.environ.get("PART", fsspec_object_store.PART))
     file_layer.local = Dying(file_layer.local, int(at) if mine and at else 0, how, only=counts)
     runpy.run_path(str(Path(__file__).with_name("marked_script.py")), run_name="__main__")
     if not os.environ.get("FAULT"):

@@ -27,7 +27,7 @@ import pretrain_gpt  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.parallel import init_and_destroy_distributed as job, initialize_model_parallel  # noqa: E402
 from megatron.training import pretrain, trainer, training  # noqa: E402
-from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load  # noqa: E402
+from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load_run_state  # noqa: E402
 
 
 def marked(holder: object, name: str, what: str, *, after: str | None = None) -> None:
@@ -56,10 +56,10 @@ if __name__ == "__main__":
     marked(dist, "init_process_group", "connecting", after="agreeing")
     marked(initialize_model_parallel, "build_mesh", "making groups", after="initialising")
     marked(training, "Trainer", "building")
-    marked(save_and_load, "load", "loading", after="making ready")
+    marked(save_and_load_run_state, "load", "loading", after="making ready")
     marked(trainer, "train_step", "training")
     marked(trainer, "evaluate", "evaluating", after="going on")
-    marked(save_and_load, "save", "saving", after="going on")
+    marked(save_and_load_run_state, "save", "saving", after="going on")
     marked(non_persistent_checkpoint, "save_local_checkpoint", "copying", after="going on")
     marked(training.parallel_state, "stop_distributed", "leaving", after="left")
     pretrain(

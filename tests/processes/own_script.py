@@ -19,10 +19,10 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "campaigns"))
 
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.models.common.output_layer import LanguageModelHead
+from megatron.core.models.common.vocab_parallel_lm_head import LanguageModelHead
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.tensor_parallel.layers import tensor_parallel_of
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.utils import init_method_normal
 from megatron.training import get_args, get_runtime, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args

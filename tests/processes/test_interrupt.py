@@ -78,7 +78,7 @@ def test_a_run_that_does_not_listen_ends_at_the_second_press_or_after_some_secon
 @pytest.mark.full
 def test_a_background_job_of_a_shell_stays_deaf():
     """As `nohup` and `command &` ask for."""
-    script = "import signal; signal.signal(2, signal.SIG_IGN)\nfrom megatron.training.fault_tolerance.exit_on_ctrl_c import ExitOnInterrupt\n"
+    script = "import signal; signal.signal(2, signal.SIG_IGN)\nfrom megatron.training.fault_tolerance.exit_immediately_on_ctrl_c import ExitOnInterrupt\n"
     script += "with ExitOnInterrupt(0):\n    signal.raise_signal(2)\nprint('went on')"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)

@@ -7,8 +7,8 @@ from shlex import split
 import pytest
 from processes import PRETRAIN_GPT, Outcome, run
 
-from megatron.training.memory.peak_along_schedule import forecast
-from megatron.training.memory.predicted_bytes_by_tier import Element, predicted_bytes_by_tier
+from megatron.training.memory.forecast_memory_along_schedule import forecast
+from megatron.training.memory.zero_state_bytes_by_tier import Element, predicted_bytes_by_tier
 from tools.estimating.job import read
 
 LIMITED = str(Path(__file__).with_name("limited.py"))

@@ -31,13 +31,13 @@ from zero_matrix import STAGES, several_slices
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 MODEL = replace(TINY_GPT2, fp64=False)

@@ -21,7 +21,7 @@ import pretrain_bert
 from megatron.convert import settings_of_foreign_folder
 from megatron.core.models.common.model_rules import BERT_RULES
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig, build_tokenizer
 
 sys.path.append(str(Path(__file__).parent))
 from encoder import LENGTH, PACKAGE, RECORD, SENTENCES, artefacts, unpack

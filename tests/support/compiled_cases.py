@@ -7,7 +7,7 @@ from tiny_bert import BERT
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, Layout, Subject
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.ops.compile import compiled_region
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -28,7 +28,7 @@ from tiny_run import (
 from torch import Tensor
 
 from megatron.core.ops.shard_sequence import positions_of
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.router import ParallelRouter

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from local_ranks import rank_of_thread
 
 from megatron.core.storage import file_layer
-from megatron.core.storage.object_store import ObjectFiles
+from megatron.core.storage.fsspec_object_store import ObjectFiles
 
 READS = ("read_into", "names", "stat", "is_link")
 WRITES = ("open", "write", "sync", "sync_folder", "rename", "remove", "remove_folder", "make_folder")

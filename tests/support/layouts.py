@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.transformer.model_config import ModelConfig

@@ -25,7 +25,7 @@ from megatron.convert import open_any
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.tokenizers import build_tokenizer
-from megatron.evaluation.text_requests import TextEncoder
+from megatron.evaluation.tokenize_and_window_requests import TextEncoder
 from tools.evaluating.lm_eval_adapter import MegatronLM
 from tools.evaluating.model import EvaluatedModel
 

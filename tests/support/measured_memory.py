@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory
+from megatron.training.memory.forecast_memory_along_schedule import IN_MEMORY, KINDS, RankMemory
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --vocab-size 500 "

@@ -4,11 +4,11 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, Layout, TinyTrainer
 from torch import Tensor
 
 from megatron.core.distributed.params_norm_and_zeros import params_norm
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.offload.tensor_in_memory_or_file import start_reading
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing import save_and_load_run_state
 
 MODELS = {"tied": TINY_GPT2, "untied": TINY_LLAMA}
 
@@ -41,9 +41,9 @@ def tiny_trainer(mesh: Mesh, model: ModelConfig, layout: Layout, **options) -> T
 def state_of(tiny: TinyTrainer) -> list[Tensor]:
     """Every bit of what is kept, in an order of its own."""
     tiny.finish_param_gather()
-    kept = save_and_load.sharded_model_state(tiny.model, tiny.mesh) | save_and_load.sharded_optimizer_state(
-        tiny.adam, tiny.mesh
-    )
+    kept = save_and_load_run_state.sharded_model_state(
+        tiny.model, tiny.mesh
+    ) | save_and_load_run_state.sharded_optimizer_state(tiny.adam, tiny.mesh)
     whole = [local.tensor for _, local in sorted(kept.items())]
     return [start_reading(x).wait().detach().flatten().clone() for x in whole]
 

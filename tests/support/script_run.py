@@ -12,8 +12,8 @@ import torch
 
 from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.core.ops.attention.kernels import KERNELS
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.optimizer import OPTIMIZERS
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel.accelerator import Device
@@ -26,7 +26,7 @@ from megatron.training.arguments.command_line import Arguments, parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validation import check
 from megatron.training.global_vars import Runtime, set_runtime
-from megatron.training.memory.peak_along_schedule import Forecast, RankMemory
+from megatron.training.memory.forecast_memory_along_schedule import Forecast, RankMemory
 from megatron.training.trainer import Trainer
 
 TABLES: list[dict] = [OPTIMIZERS, SCHEDULES, KERNELS, TOKENIZERS]  # those that a script may add to

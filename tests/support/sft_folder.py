@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import finetune_gpt
-from megatron.convert.families.config_json import settings_of
+from megatron.convert.families.read_and_write_hf_config import settings_of
 from megatron.convert.families.registry import FAMILIES
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

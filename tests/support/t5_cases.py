@@ -23,13 +23,13 @@ from tiny_t5 import CONFIGS, DECODER, T5
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.common.model_rules import T5_RULES
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.build_model_and_optimizer import refuse_shared_embeddings
+from megatron.training.make_chunks_optimizer_and_pipeline import refuse_shared_embeddings
 
 PIPELINES = {  # ranks, chunks of each, schedule, the rank where the decoder begins
     "1 stage": (1, 1, "1f1b", None),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from local_ranks import rank_of_thread
 
 from megatron.core.dist_checkpointing import writer_process
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, AsyncSaveResult
+from megatron.core.dist_checkpointing.async_snapshot_to_writer_process import AsyncSaver, AsyncSaveResult
 from megatron.core.dist_checkpointing.sockets_between_writers import MessageSocket
 from megatron.core.parallel import collectives
 

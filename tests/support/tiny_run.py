@@ -18,15 +18,15 @@ from megatron.core.distributed.contiguous_buffers import ParamBuffer
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.offload.host_and_file_stores import OffloadAllocator, make_offload_store
-from megatron.core.offload.stored_tensor import start_reading
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.offload.tensor_in_memory_or_file import start_reading
+from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.ops.shard_sequence import shard_sequence
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, default_group
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.mesh import Mesh
@@ -36,13 +36,13 @@ from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.boxes import pieces_in_flat_range, size_of, slices
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement, owned_pieces
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
-from megatron.training.build_model_and_optimizer import tie_embeddings
-from megatron.training.checkpointing import save_and_load
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing import save_and_load_run_state
+from megatron.training.checkpointing.train_state_counters import TrainState
+from megatron.training.make_chunks_optimizer_and_pipeline import tie_embeddings
 from megatron.training.step import StepResult, train_step
 
 VOCAB, SEQ, SEED = 61, 8, 3
@@ -286,12 +286,12 @@ class TinyTrainer:
     def save(self, folder: Path, iteration: int) -> None:
         runtime = self.runtime(folder)
         self.state.iteration = iteration
-        save_and_load.save(runtime, self.model, self.adam, self.state, {})
-        save_and_load.record_save(runtime, self.state, iteration)
+        save_and_load_run_state.save(runtime, self.model, self.adam, self.state, {})
+        save_and_load_run_state.record_save(runtime, self.state, iteration)
 
     def load(self, folder: Path, **more: Any) -> None:
         """more: of `runtime_for`."""
-        save_and_load.load(self.runtime(folder, **more), self.model, self.adam)
+        save_and_load_run_state.load(self.runtime(folder, **more), self.model, self.adam)
 
     def runtime(self, folder: Path, **more: Any) -> SimpleNamespace:
         return runtime_for(self.mesh, self.config, folder, self.global_batch, self.adam.config, **more)

@@ -8,8 +8,8 @@ import torch
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.flops import stage_flops
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.ops.count_flops_by_module import stage_flops
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.training.arguments.command_line import parse_args
 from tools.benchmarking.work import Costs, Work
 from tools.configuring.sizes import words

@@ -11,7 +11,7 @@ from megatron.core.base.dataclass_flags import flag_of
 from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.ops.compile.compiled_region import CompiledRegion, compile_cost, whole_layer_fallback_lines, why_not
 from megatron.core.parallel import collectives
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate_window_chosen_by_iteration import evaluate
 from megatron.training.initialize import initialize_megatron
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from megatron.core.distributed.comm_volume import BufferSizes, step_comm_volume
+from megatron.core.distributed.zero_stage_comm_volume import BufferSizes, step_comm_volume
 from tools.configuring.sizes import Model
 
 RECOMPUTES = {

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.memory.memory_advice import flags_that_reduce
-from megatron.training.memory.peak_along_schedule import RankMemory, forecast, worst
+from megatron.training.memory.flags_that_reduce_memory import flags_that_reduce
+from megatron.training.memory.forecast_memory_along_schedule import RankMemory, forecast, worst
 from megatron.training.memory.predicted_memory_table import amount, table
 from tools.configuring.layouts import FLOPS_A_BYTE, Layout, Loss, Work, layouts, least_memory, loss, ranked
 from tools.configuring.sizes import words

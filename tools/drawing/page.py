@@ -69,7 +69,7 @@ def _rows_of_memory() -> Iterator[str]:
     """Yield the rows of the table of memory, in MiB, as tools/estimate_memory.py predicts them."""
     # imported here because they need torch, and the drawings do not
     read = import_module("tools.estimating.job").read
-    forecast = import_module("megatron.training.memory.peak_along_schedule").forecast
+    forecast = import_module("megatron.training.memory.forecast_memory_along_schedule").forecast
     for length in (8192, 32768):
         cells = []
         for ranks in (1, 2, 4, 8):

@@ -4,7 +4,7 @@ import colorsys
 from collections.abc import Iterator
 
 from megatron.core.context_parallel.causal_blocks import blocks_between
-from megatron.core.parallel.sequence_shard import chunks_of
+from megatron.core.parallel.zigzag_sequence_row_ranges import chunks_of
 
 _COLOURS = ("#86aed6", "#7fbf7b", "#edc948", "#e58b88", "#b39bc8", "#76b7b2", "#f2a65a", "#b5b5b5")  # of up to 8 ranks
 _CELL = 16  # SVG units of a pair of chunks

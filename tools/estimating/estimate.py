@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.memory.by_layer import by_layer_report, costs_as_json, layer_costs
-from megatron.training.memory.dry_run import Job
-from megatron.training.memory.peak_along_schedule import forecast, predicted_of, profiles_of
+from megatron.training.memory.dry_run_of_one_rank import Job
+from megatron.training.memory.forecast_memory_along_schedule import forecast, predicted_of, profiles_of
+from megatron.training.memory.params_flops_bytes_by_layer import by_layer_report, costs_as_json, layer_costs
 from megatron.training.memory.predicted_memory_table import as_json, full_report
 from tools.estimating.job import own_flags_in, read
 from tools.estimating.measure import measure, measured_report

@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, flags_of, option_fields
-from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.models.common.model_rules import missing_text_settings
 from megatron.core.ops.cpu_half_precision_matmul import MATMUL_MODES, NATIVE, MatmulModes
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel.accelerator import Device
 from megatron.core.tokenizers import build_tokenizer
-from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
+from megatron.core.tokenizers.tokenizer_config_and_build import NO_TOKENIZER
 from megatron.training.arguments.command_line import ArgumentsError, parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems, other_model_problem
 from megatron.training.arguments.validation import check, drop_doubtful_problems, with_default_components
 from megatron.training.global_vars import Runtime
 from megatron.training.initialize import as_config_error, collected
-from megatron.training.memory.dry_run import Job, mesh_of
+from megatron.training.memory.dry_run_of_one_rank import Job, mesh_of
 from tools.estimating.flags import add_own_flags
 from tools.script import script_at
 

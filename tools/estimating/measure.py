@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.core.offload.host_and_file_stores import make_offload_store
 from megatron.training.global_vars import Runtime
-from megatron.training.memory.dry_run import alone, build_rank_parts, dry_run, mesh_of
-from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS, RankMemory, predicted_of
+from megatron.training.memory.dry_run_of_one_rank import alone, build_rank_parts, dry_run, mesh_of
+from megatron.training.memory.forecast_memory_along_schedule import IN_MEMORY, KINDS, RankMemory, predicted_of
 from megatron.training.memory.predicted_memory_table import amount, table
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.step import train_step

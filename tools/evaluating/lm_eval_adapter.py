@@ -29,7 +29,7 @@ from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.sampling_config import SamplingConfig
 from megatron.core.parallel import collectives
 from megatron.core.sharding.initial_values import seed_of
-from megatron.evaluation.text_requests import TextEncoder, rolling_windows
+from megatron.evaluation.tokenize_and_window_requests import TextEncoder, rolling_windows
 from tools.evaluating.model import EvaluatedModel
 
 _MAX_GEN_TOKS = 256  # new tokens of a text whose task does not say how many, as the harness's other models have it

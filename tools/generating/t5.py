@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.convert.families.hf_family_table import START_ID
-from megatron.convert.hf_origin import Provenance
+from megatron.convert.families.hf_family_and_param_mapping import START_ID
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings
 from megatron.core.models.T5.t5_stage import T5Model

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.core.datasets.mmap_indexed_dataset import token_dtype
-from megatron.core.datasets.vocab_check import index_of_first_unknown, tokenizer_name
+from megatron.core.datasets.token_ids_without_embedding_row import index_of_first_unknown, tokenizer_name
 from megatron.core.tokenizers import Tokenizer
 from tools.preprocessing.in_time import in_time
 from tools.preprocessing.sources import Chunk

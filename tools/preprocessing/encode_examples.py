@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.datasets.encode_sft_records import Example, SFTEncoder, UnusableRecord, read_json_line
 from megatron.core.datasets.mmap_indexed_dataset import token_dtype
-from megatron.core.datasets.sft_examples import Example, SFTEncoder, UnusableRecord, read_json_line
 from tools.preprocessing.encode import Column, Encoded
 from tools.preprocessing.sources import Chunk
 

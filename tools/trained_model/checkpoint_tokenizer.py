@@ -4,14 +4,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from megatron.convert.hf_origin import Provenance
-from megatron.convert.read_hf_vocabulary import read_vocabulary
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
+from megatron.convert.read_hf_token_to_id import read_vocabulary
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings
 from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers import Tokenizer, build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
-from megatron.core.tokenizers.vocabulary_diff import changed_or_lost_tokens, vocabulary_of
+from megatron.core.tokenizers.tokenizer_sha256 import tokenizer_sha256
+from megatron.core.tokenizers.vocabulary_changes_and_embedding_rows import changed_or_lost_tokens, vocabulary_of
 
 
 def tokenizer_of_checkpoint(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.core.base.dataclass_flags import Count, FlagConfig, WholeNumber, option
-from megatron.core.parallel.device_config import DeviceName
+from megatron.core.parallel.device_and_process_group_config import DeviceName
 
 LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 

@@ -16,7 +16,7 @@ from megatron.convert import open_any
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError
-from megatron.core.dist_checkpointing.unsaved_state_warning import FROZEN
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import FROZEN
 from megatron.core.inference import (
     SavedSettings,
     layout_problems,
@@ -32,7 +32,7 @@ from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.storage.path_or_url import path_of
 from megatron.core.tokenizers import Tokenizer
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.training import Script

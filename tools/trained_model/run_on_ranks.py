@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed
-from megatron.core.base.user_error_or_bug import is_user_error, write_error_file
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error, write_error_file
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.rank_grid import Axis

@@ -25,22 +25,22 @@ from megatron.core.inference.load_model import (
     refuse_unusable,
 )
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.training.arguments.args_namespace import Arguments
-from megatron.training.arguments.checkpoint_args import words_of_setting
 from megatron.training.arguments.command_line import args_of, make_parser, parse_args
 from megatron.training.arguments.config import Config
-from megatron.training.build_model_and_optimizer import make_chunks
-from megatron.training.checkpointing.model_name import model_name
+from megatron.training.arguments.load_args_from_checkpoint import words_of_setting
+from megatron.training.checkpointing.model_class_and_custom_modules import model_name
 from megatron.training.global_vars import Runtime, set_runtime
 from megatron.training.initialize import derived_settings
+from megatron.training.make_chunks_optimizer_and_pipeline import make_chunks
 from megatron.training.training import Script
 
 

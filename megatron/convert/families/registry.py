@@ -4,9 +4,9 @@ To add one: write a `Family` in a file of its own, and a line here; a fork adds 
 model that several families can describe is written as the first of them.
 """
 
-from megatron.convert.families import bert, gpt2_neox_phi_starcoder2, llama_like, mixture_of_experts, t5
-from megatron.convert.families.hf_family_table import Family
-from megatron.core.base.registry import Registry
+from megatron.convert.families import bert, gpt2_neox_phi_starcoder2, llama_like, mixtral_qwen_moe_olmoe_gpt_oss, t5
+from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.core.base.registry_with_checked_entries import Registry
 
 FAMILIES = Registry(
     "FAMILIES",
@@ -30,11 +30,11 @@ FAMILIES = Registry(
         "granite": llama_like.GRANITE,
         "cohere": llama_like.COHERE,
         "cohere2": llama_like.COHERE2,
-        "mixtral": mixture_of_experts.MIXTRAL,
-        "qwen2_moe": mixture_of_experts.QWEN2_MOE,
-        "qwen3_moe": mixture_of_experts.QWEN3_MOE,
-        "olmoe": mixture_of_experts.OLMOE,
-        "gpt_oss": mixture_of_experts.GPT_OSS,
+        "mixtral": mixtral_qwen_moe_olmoe_gpt_oss.MIXTRAL,
+        "qwen2_moe": mixtral_qwen_moe_olmoe_gpt_oss.QWEN2_MOE,
+        "qwen3_moe": mixtral_qwen_moe_olmoe_gpt_oss.QWEN3_MOE,
+        "olmoe": mixtral_qwen_moe_olmoe_gpt_oss.OLMOE,
+        "gpt_oss": mixtral_qwen_moe_olmoe_gpt_oss.GPT_OSS,
         "t5": t5.T5,
         "bert": bert.BERT,
     },

@@ -14,7 +14,7 @@ from megatron.convert.families.config_fields import (
     number,
     repeated,
 )
-from megatron.convert.families.hf_family_table import (
+from megatron.convert.families.hf_family_and_param_mapping import (
     LANGUAGE_MODEL,
     OUTPUT_LAYER,
     START_ID,
@@ -97,7 +97,7 @@ def _decoder_layers() -> Field:
 def _start_id() -> Field:
     """The id that a decoder's input begins with.
 
-    It is no setting of the model: a folder's own is kept (hf_origin.py).
+    It is no setting of the model: a folder's own is kept (hf_provenance_and_tokenizer_files.py).
     """
 
     def read(reader: ConfigReader) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron.convert.formats.read_hf_config_and_headers import adapter_hint, path_inside
+from megatron.convert.formats.hf_config_and_safetensors_headers import adapter_hint, path_inside
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing.manifest_format import LATEST, MANIFEST, CheckpointError, folder_name

@@ -2,7 +2,7 @@
 
 The namespace holds every flag of the run, and hundreds of them do not concern the model. So the arguments that are read
 are listed; those that would change the model and are not supported are listed too, and refused unless they are off;
-those that do not concern the model are in megatron_ignored_args.py. A note names all others that are on to the reader
+those that do not concern the model are in note_unknown_megatron_args.py. A note names all others that are on to the reader
 of the checkpoint.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.convert.families.config_fields import ConfigReader, ModelSettings
-from megatron.convert.formats.megatron_ignored_args import note_about_unknown_args
+from megatron.convert.formats.note_unknown_megatron_args import note_about_unknown_args
 from megatron.convert.formats.pickle_as_data import GlobalName, PickledObject
 from megatron.core.base.dataclass_flags import ConfigError
 

@@ -4,7 +4,7 @@
     __0_0.distcp, ...      one after another, as `torch.save` writes a file: a chunk of a tensor, or an object
 
 Megatron-core's `torch_dist` and torchtitan's checkpoints are such folders. A folder may be hostile (see
-pickle_as_data.py and read_torch_file.py): chunks must cover their tensor exactly once, and no two of them may share
+pickle_as_data.py and torch_save_tensor_offsets.py): chunks must cover their tensor exactly once, and no two of them may share
 bytes.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.convert.formats.find_megatron_folder import METADATA
+from megatron.convert.formats.hf_config_and_safetensors_headers import path_inside
 from megatron.convert.formats.pickle_as_data import MOST_BYTES, GlobalName, PickledObject, PickleError, read_pickle
-from megatron.convert.formats.read_hf_config_and_headers import path_inside
-from megatron.convert.formats.read_torch_file import Span, TorchFile, read_torch_file
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
+from megatron.convert.formats.torch_save_tensor_offsets import Span, TorchFile, read_torch_file
 from megatron.core.dist_checkpointing.manifest_format import (
     ITEM_BYTES,
     CheckpointError,

@@ -98,18 +98,18 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "megatron.tokenizer": {"megatron.training.tokenizer.tokenizer": "build_tokenizer"},
     "megatron.tokenizer.tokenizer": {"megatron.training.tokenizer.tokenizer": "build_tokenizer"},
     "megatron.training.argument_utils": {
-        "megatron.legacy.model.gpt_config": "GPTModelConfig gpt_config_from_args",
+        "megatron.legacy.model.gpt_model_provider_from_args": "GPTModelConfig gpt_config_from_args",
         "megatron.training.arguments": "core_transformer_config_from_args",
     },
     "megatron.training.checkpointing": {"megatron.training.global_vars": "print_rank_0"},
     "megatron.training.config": {"megatron.training.argument_utils": "PretrainConfigContainer"},
     "megatron.training.config.container": {"megatron.training.argument_utils": "PretrainConfigContainer"},
-    "megatron.training.models": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
-    "megatron.training.models.gpt": {"megatron.legacy.model.gpt_config": "GPTModelConfig"},
+    "megatron.training.models": {"megatron.legacy.model.gpt_model_provider_from_args": "GPTModelConfig"},
+    "megatron.training.models.gpt": {"megatron.legacy.model.gpt_model_provider_from_args": "GPTModelConfig"},
     "megatron.training.optimizer_param_scheduler": {
         "megatron.core.optimizer_param_scheduler": "OptimizerParamScheduler"
     },
-    "megatron.training.training": {"megatron.training.build": "get_model"},
+    "megatron.training.training": {"megatron.training.build_model_optimizer_and_data": "get_model"},
 }
 REASONS: Mapping[str, str] = {
     "megatron": "docs/coming_from_megatron.md says what takes its place",

@@ -1,7 +1,7 @@
 """Megatron has these names; they are defined elsewhere here, or nowhere, with the reason.
 
 A script that imports one of them is not stopped by the import. One that is not built raises NotImplementedError when it
-is called. A module of these tables that has no file here is made when it is imported (`modules_without_file`).
+is called. A module of these tables that has no file here is made when it is imported (`import_hook_for_megatron_paths`).
 """
 
 from collections.abc import Mapping
@@ -74,18 +74,18 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "megatron.core.transformer.enums": {"megatron.core.enums": "ModelType"},
     "megatron.core.parallel_state": {
-        "megatron.core.transformer.moe.aux_losses_tracker": "get_moe_layer_wise_logging_tracker"
+        "megatron.core.transformer.moe.megatron_aux_losses_tracker": "get_moe_layer_wise_logging_tracker"
     },
     "megatron.core.transformer.moe.moe_utils": {
-        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
-        "megatron.core.transformer.moe.aux_losses_tracker": (
+        "megatron.core.ops.aux_loss_collector": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.megatron_aux_losses_tracker": (
             "clear_aux_losses_tracker get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks "
             "save_to_aux_losses_tracker track_moe_metrics"
         ),
     },
     "megatron.core.transformer.moe.router": {
-        "megatron.core.ops.aux_losses": "MoEAuxLossAutoScaler",
-        "megatron.core.transformer.moe.aux_losses_tracker": "save_to_aux_losses_tracker",
+        "megatron.core.ops.aux_loss_collector": "MoEAuxLossAutoScaler",
+        "megatron.core.transformer.moe.megatron_aux_losses_tracker": "save_to_aux_losses_tracker",
     },
     "megatron.core.transformer.moe.shared_experts": {"megatron.core.tensor_parallel": "get_cuda_rng_tracker"},
     "megatron.core.transformer.transformer_block": {
@@ -173,7 +173,7 @@ REASONS: Mapping[str, str] = {
         "ParallelSharedExperts, and a layer of your own may take their place (docs/experts.md)"
     ),
     "megatron.core.transformer.moe.moe_logging": "auxiliary losses are in the log, and by layer with --moe-per-layer-logging",
-    "megatron.core.transformer.moe.router_replay": "use RouteReplay of megatron.core.transformer.moe.route_replay",
+    "megatron.core.transformer.moe.router_replay": "use RouteReplay of megatron.core.transformer.moe.in_memory_route_replay",
     "megatron.core.transformer.moe.upcycling_utils": (
         "make experts of a dense checkpoint by tools/checkpoint_convert.py --num-experts, and train from the result"
     ),

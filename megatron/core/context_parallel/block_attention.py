@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron.core.base.async_handle import AsyncHandle
 from megatron.core.context_parallel.causal_blocks import ChunkNumbers, ScoreTile, blocks_between, tiles_between
-from megatron.core.ops.attention.masks import Documents, Mask, Window
+from megatron.core.ops.attention.document_and_window_masks import Documents, Mask, Window
+from megatron.core.ops.attention.query_tiles import wide_empty
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
-from megatron.core.ops.attention.tiles import wide_empty
 from megatron.core.ops.dropout_masks import MaskWords, clear_dropped, ones_where_kept
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel.accelerator import is_accelerator

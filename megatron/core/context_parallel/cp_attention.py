@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.registry import Registry
+from megatron.core.base.registry_with_checked_entries import Registry
 from megatron.core.context_parallel.block_attention import FlashBlocks, TiledBlocks, flash_refuses
 from megatron.core.context_parallel.ring_and_allgather_attention import (
     Gathered,
@@ -18,13 +18,13 @@ from megatron.core.context_parallel.ring_and_allgather_attention import (
     zigzag_to_sample_order,
 )
 from megatron.core.context_parallel.ulysses import heads_to_rows, rows_to_heads
+from megatron.core.ops.attention.document_and_window_masks import Mask, MaskWithBias, Window
 from megatron.core.ops.attention.kernels import SOFTMAX, attention_function
-from megatron.core.ops.attention.masks import Mask, MaskWithBias, Window
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE, Axis
-from megatron.core.parallel.sequence_shard import chunks_of
+from megatron.core.parallel.zigzag_sequence_row_ranges import chunks_of
 
 
 @dataclass(frozen=True)

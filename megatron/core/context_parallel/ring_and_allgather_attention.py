@@ -33,11 +33,11 @@ from megatron.core.context_parallel.block_attention import (
     TiledBlocks,
 )
 from megatron.core.context_parallel.causal_blocks import ChunkNumbers
-from megatron.core.ops.attention.tiles import wide_empty
+from megatron.core.ops.attention.query_tiles import wide_empty
 from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import is_accelerator
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.parallel.sequence_shard import chunks_of
+from megatron.core.parallel.zigzag_sequence_row_ranges import chunks_of
 
 Visit = Callable[[ChunkNumbers, Tensor], None]  # (chunks, their keys and values)
 # (chunks, their keys and values, the sum of their gradients on the ranks before, in flight, or None) -> that sum with

@@ -1,6 +1,6 @@
 """Samples for BERT and T5 from files of sentences: rows of a sample map (`sentence_sample_map`), with hidden words.
 
-Item i hides some words of sample i (`mask_selection`) with a generator seeded by seed + i. BERT puts a mask in the
+Item i hides some words of sample i (`choose_masked_spans`) with a generator seeded by seed + i. BERT puts a mask in the
 place of each hidden word; T5 puts a sentinel in the place of each hidden span, and its decoder must write the spans:
 
     text     Thank you for inviting me to your party        hidden: "for inviting" and "party"
@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.datasets.mask_selection import MaskingRules, WordPieces, choose_spans, concatenate
+from megatron.core.datasets.choose_masked_spans import MaskingRules, WordPieces, choose_spans, concatenate
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from megatron.core.datasets.pad_token_is_text import FILLED
-from megatron.core.datasets.vocab_check import concatenate_checked
+from megatron.core.datasets.token_ids_without_embedding_row import concatenate_checked
 
 
 class TextSample(NamedTuple):

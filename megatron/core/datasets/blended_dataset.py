@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets import blend
+from megatron.core.datasets import blending_indices_and_dataset
 
 
-class BlendedDataset(blend.BlendedDataset):
+class BlendedDataset(blending_indices_and_dataset.BlendedDataset):
     """Samples of several data sets, drawn by their weights.
 
     size: the number of samples; None takes every sample once, and then weights are the numbers of samples.
@@ -15,9 +15,11 @@ class BlendedDataset(blend.BlendedDataset):
 
     def __init__(self, datasets: list[Any], weights: Sequence[float], size: int | None, config: Any):
         if size is None:
-            indices = blend.exhaustive_indices([int(weight) for weight in weights])
+            indices = blending_indices_and_dataset.exhaustive_indices([int(weight) for weight in weights])
         else:
-            indices = blend.weighted_indices(blend.normalized(list(weights)), size)
+            indices = blending_indices_and_dataset.weighted_indices(
+                blending_indices_and_dataset.normalized(list(weights)), size
+            )
         names = [str(getattr(dataset, "dataset_path", dataset)) for dataset in datasets]
         super().__init__(datasets, indices, names)
         self.config = config

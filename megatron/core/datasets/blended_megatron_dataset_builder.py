@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets import blend, gpt_samples
+from megatron.core.datasets import blending_indices_and_dataset, gpt_dataset_and_builder
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import Blend, _check_pad, data_path_words
 from megatron.core.datasets.build_datasets import samples_of_files
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fill_in_the_middle import FimConfig
 from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.index_map import parse_split, split_ranges
-from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.megatron_dataset import TokensAsText, WithAttentionMask
 from megatron.core.datasets.t5_dataset import (
     T5MaskedWordPieceDataset,
@@ -36,7 +36,7 @@ def _build_gpt(
     config: GPTDatasetConfig, sizes: list[int | None], build_context: dict[str, Any], fim: FimConfig | None = None
 ) -> list[Any]:
     _check_pad(config)
-    datasets = gpt_samples.build_gpt_datasets(
+    datasets = gpt_dataset_and_builder.build_gpt_datasets(
         config.data, config.tokenizer, sizes, config.random_seed, fim=fim, **build_context
     )
     # a run's own batches need no mask of s x s; a script's loop expects Megatron's
@@ -153,7 +153,7 @@ class BlendedMegatronDatasetBuilder:
         return datasets
 
     def _build_split(self, data: DataConfig, split: Any, split_blend: Blend, size: int | None) -> Any:
-        files = blend.parse_blend(data_path_words(split_blend))
+        files = blending_indices_and_dataset.parse_blend(data_path_words(split_blend))
         if split == Split.valid and data.multiple_validation_sets and len(files.prefixes) > 1:
             return [self._build_split(data, split, [prefix], size) for prefix in files.prefixes]
 
@@ -177,8 +177,10 @@ class BlendedMegatronDatasetBuilder:
             if size is not None:
                 size = min(size, sum(sizes))
             return BlendedDataset(datasets, sizes, size, self.config)
-        shares = blend.normalized(files.weights)
-        return BlendedDataset(datasets, shares, sum(blend.samples_of_each(size, shares)), self.config)
+        shares = blending_indices_and_dataset.normalized(files.weights)
+        return BlendedDataset(
+            datasets, shares, sum(blending_indices_and_dataset.samples_of_each(size, shares)), self.config
+        )
 
 
 def _say(message: str) -> None:

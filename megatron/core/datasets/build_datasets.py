@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.blend import (
+from megatron.core.datasets.blending_indices_and_dataset import (
     Blend,
     BlendedDataset,
     BlendIndices,

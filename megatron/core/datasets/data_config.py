@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, NotNegative, WholeNumber, flag_of, option
-from megatron.core.base.tell_of_empty_pipe import told_if_nobody_writes
-from megatron.core.datasets.blend import Blend, missing_file_problem, parse_blend
+from megatron.core.base.warn_waiting_on_named_pipe import told_if_nobody_writes
+from megatron.core.datasets.blending_indices_and_dataset import Blend, missing_file_problem, parse_blend
 from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split
 
 DEFAULT_SPLIT = "969,30,1"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagConfig, Share, flag_of, option
-from megatron.core.datasets.vocab_check import ids_without_row
+from megatron.core.datasets.token_ids_without_embedding_row import ids_without_row
 
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # `detokenize` gives it for bytes that are no character
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.datasets import gpt_samples
+from megatron.core.datasets import gpt_dataset_and_builder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, _check_pad
 from megatron.core.datasets.build_datasets import naming_split
 from megatron.core.datasets.index_map import build_indices
@@ -38,7 +38,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of a token file: those of `gpt_samples.GPTDataset`, as tensors.
+    """Samples of a token file: those of `gpt_dataset_and_builder.GPTDataset`, as tensors.
 
     Its indices are built anew; `BlendedMegatronDatasetBuilder` caches them. indexed_indices: int [elements], the
     sequences of the split, without gaps.
@@ -58,24 +58,24 @@ class GPTDataset(MegatronDataset):
     def _finalize(self) -> None:
         _check_pad(self.config)
         data = self.config.data
-        rules = gpt_samples.token_rules(data, self.config.tokenizer)
+        rules = gpt_dataset_and_builder.token_rules(data, self.config.tokenizer)
         first = int(self.indices[0])
         past = int(self.indices[-1]) + 1
         if past - first != len(self.indices):
             raise NotImplementedError("GPTDataset: indices with gaps are not supported; give a contiguous range")
-        kind = gpt_samples.GPTSamples(data, self.config.random_seed, rules)
+        kind = gpt_dataset_and_builder.GPTSamples(data, self.config.random_seed, rules)
         split = self.index_split.name if isinstance(self.index_split, Split) else "given"
         with naming_split(self.dataset_path or "the data set", split):
             request = kind.request((first, past), self.num_samples)
             indices = build_indices(self.dataset.sequence_lengths, request)
-        samples = gpt_samples.GPTDataset(self.dataset, indices, data.seq_length, rules)
+        samples = gpt_dataset_and_builder.GPTDataset(self.dataset, indices, data.seq_length, rules)
         self.samples = WithAttentionMask(samples, self.config)
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """Return sample idx: the arrays of `gpt_samples.training_item` as tensors, [s] each, and a mask.
+        """Return sample idx: the arrays of `gpt_dataset_and_builder.training_item` as tensors, [s] each, and a mask.
 
         attention_mask: bool [1, s, s], True where attention is masked; absent if the config says so.
         """
@@ -86,9 +86,9 @@ class MockGPTDataset(MegatronDataset):
     """Made-up samples, which need no file."""
 
     def _finalize(self) -> None:
-        rules = gpt_samples.token_rules(self.config.data, self.config.tokenizer)
+        rules = gpt_dataset_and_builder.token_rules(self.config.data, self.config.tokenizer)
         seed = (self.config.random_seed, self.index_split.value)
-        samples = gpt_samples.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
+        samples = gpt_dataset_and_builder.MockGPTDataset(self.num_samples, self.config.sequence_length, seed, rules)
         self.samples = WithAttentionMask(samples, self.config)
 
     __len__ = GPTDataset.__len__

@@ -28,14 +28,10 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.datasets.blend import BlendedDataset, normalized, weighted_indices
+from megatron.core.datasets.blending_indices_and_dataset import BlendedDataset, normalized, weighted_indices
 from megatron.core.datasets.build_datasets import BuildContext, size_problems
 from megatron.core.datasets.data_config import DataConfig, sft_mask_prefix
-from megatron.core.datasets.gpt_samples import TokenRules, token_rules
-from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
-from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
-from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset, token_dtype
-from megatron.core.datasets.sft_examples import (
+from megatron.core.datasets.encode_sft_records import (
     AN_ARRAY,
     SFTEncoder,
     UnusableRecord,
@@ -43,7 +39,11 @@ from megatron.core.datasets.sft_examples import (
     marked_text,
     read_json_line,
 )
-from megatron.core.datasets.vocab_check import concatenate_checked, tokenizer_name, tokenizer_path
+from megatron.core.datasets.gpt_dataset_and_builder import TokenRules, token_rules
+from megatron.core.datasets.index_map import SPLIT_NAMES, parse_split, split_ranges
+from megatron.core.datasets.indexed_dataset_writer import IndexedDatasetWriter
+from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset, token_dtype
+from megatron.core.datasets.token_ids_without_embedding_row import concatenate_checked, tokenizer_name, tokenizer_path
 from megatron.core.storage.atomic_file import atomic_file
 from megatron.core.tokenizers.chat_template import ChatTemplate
 from megatron.core.tokenizers.hf_special_tokens import read_json_object

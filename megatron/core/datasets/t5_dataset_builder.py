@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.user_error_or_bug import is_user_error
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error
 from megatron.core.datasets.bert_and_t5_samples import T5Dataset, TextSample
-from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.bert_t5_dataset_builder_base import SentenceSamples, gpt_flag_problems
+from megatron.core.datasets.blending_indices_and_dataset import BlendedDataset
 from megatron.core.datasets.build_datasets import BuildContext, FileSplit, build_datasets, size_problems
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.mask_selection import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.pad_token_is_text import id_of, pad_is_text
-from megatron.core.datasets.sentence_dataset import SentenceSamples, gpt_flag_problems
 from megatron.core.datasets.sentence_sample_map import SampleRequest
-from megatron.core.datasets.vocab_check import ids_without_row, tokenizer_name
+from megatron.core.datasets.token_ids_without_embedding_row import ids_without_row, tokenizer_name
 
 _SPECIAL = 2  # tokens of --seq-length that Megatron reserves for special tokens
 _LONGEST_SPAN = 10  # words

@@ -1,18 +1,19 @@
 """Checkpoints: raw tensor files and one JSON manifest of boxes, written in one layout and read in any other.
 
-    manifest_format, checkpoint_folder       the manifest of one iteration; the iterations of a run (no torch)
-    local_tensor                             one rank's part of a tensor
-    write_and_publish                        the steps of a save, whichever processes take them (no torch)
-    commit, object_store_commit              how its files become a checkpoint (no torch)
-    write_balance                            which of the ranks that hold a copy writes it
-    save_sharded, load_sharded               save and load; every rank must call
-    async_save                               a save beside training, by a process of each rank
-    writer_process, sockets_between_writers  that process, and its messages (no torch)
-    save_load_state_dict                     save and load of a dict of tensors, for a training loop of one's own
-    retention, unsaved_state_warning         deleting older checkpoints; buffers that a checkpoint lacks
-    mapping, serialization                   Megatron's ShardedTensor, save and load over these
+    manifest_format, checkpoint_folder          the manifest of one iteration; the iterations of a run (no torch)
+    local_tensor                                one rank's part of a tensor
+    write_and_publish                           the steps of a save, whichever processes take them (no torch)
+    publish_by_rename_and_cleanup,              how its files become a checkpoint (no torch)
+    object_store_commit
+    write_balance                               which of the ranks that hold a copy writes it
+    save_sharded, load_sharded                  save and load; every rank must call
+    async_snapshot_to_writer_process            a save beside training, by a process of each rank
+    writer_process, sockets_between_writers     that process, and its messages (no torch)
+    save_load_state_dict                        save and load of a dict of tensors, for a training loop of one's own
+    retention, unsaved_buffers_in_checkpoint    deleting older checkpoints; buffers that a checkpoint lacks
+    mapping, serialization                      Megatron's ShardedTensor, save and load over these
 
-Tensors are known by name; models and optimizers are not known here: `training/checkpointing/save_and_load.py`
+Tensors are known by name; models and optimizers are not known here: `training/checkpointing/save_and_load_run_state.py`
 lists the tensors of a run. Names are imported on first use, so that `manifest_format` needs no torch. To add a dtype:
 an entry of `ITEM_BYTES`.
 """

@@ -3,7 +3,7 @@
     iter_N/manifest.json    iteration N is complete
     iter_N.replaced/        complete: the previous save of iteration N, while it is saved again
 
-`commit.py` has the other names. Paths only, no torch.
+`publish_by_rename_and_cleanup.py` has the other names. Paths only, no torch.
 """
 
 import itertools

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
-from megatron.core.offload.stored_tensor import start_reading
+from megatron.core.offload.tensor_in_memory_or_file import start_reading
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box

@@ -22,13 +22,13 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import checkpoint_folder, manifest_format
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_of_tensors
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, Piece
-from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.offload.tensor_in_memory_or_file import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.sharding.boxes import Box, contiguous_flat_range, intersect, relative_to, size_of, slices, whole
 from megatron.core.storage import file_layer
+from megatron.core.storage.object_store_read_ahead import FileSpan
 from megatron.core.storage.path_or_url import path_of
-from megatron.core.storage.read_ahead import FileSpan
 
 _CHUNK = 16 << 20  # bytes read and hashed at a time, while they are in the cache
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, show_box
-from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.offload.tensor_in_memory_or_file import Stored, StoredTensor
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.sharding.boxes import Box, is_within, size_of, slices, whole

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import manifest_format
 from megatron.core.dist_checkpointing.checkpoint_folder import is_complete
-from megatron.core.dist_checkpointing.commit import delete
+from megatron.core.dist_checkpointing.publish_by_rename_and_cleanup import delete
 from megatron.core.storage import file_layer
 
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.local_tensor import LocalTensor, problems_
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.dist_checkpointing.write_and_publish import SaveRequest, TensorToWrite, save_step, write_and_publish
 from megatron.core.dist_checkpointing.write_balance import balance_writes
-from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.offload.tensor_in_memory_or_file import Stored, StoredTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box

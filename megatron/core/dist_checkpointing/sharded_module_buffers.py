@@ -1,6 +1,6 @@
 """Persistent buffers of modules, by the names of a checkpoint: `buffer/<name>`, in their own dtypes.
 
-`sharding/module_buffer_placement.py` says which buffers are saved, and how each is sharded.
+`sharding/buffer_placement_and_sync.py` says which buffers are saved, and how each is sharded.
 """
 
 import json
@@ -18,7 +18,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import Box
-from megatron.core.sharding.module_buffer_placement import PersistentBuffer, persistent_buffers
+from megatron.core.sharding.buffer_placement_and_sync import PersistentBuffer, persistent_buffers
 
 
 class BufferInModel(NamedTuple):

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from megatron.core.dist_checkpointing import checkpoint_folder, commit, manifest_format
+from megatron.core.dist_checkpointing import checkpoint_folder, manifest_format, publish_by_rename_and_cleanup
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, Piece, TensorRecord
 from megatron.core.sharding.boxes import Box
 from megatron.core.storage import file_layer
@@ -109,7 +109,7 @@ def write_and_publish(request: SaveRequest, items: dict[str, TensorToWrite], ran
             # Remove iter_N.partial/. If an earlier save of iteration N was renamed and nothing took its place, it gets its
             # name back. What cannot be removed stays for the next save.
             with contextlib.suppress(OSError):  # the first error is the one to report
-                commit.try_clear_leftovers(request.root)
+                publish_by_rename_and_cleanup.try_clear_leftovers(request.root)
         raise
 
 
@@ -153,14 +153,14 @@ def _make_empty_folder(request: SaveRequest) -> None:
     with _disk_errors_of(partial):
         file_layer.make_folders(request.root)
         _clear_leftovers(request)
-        if file_layer.exists(final) and not commit.is_ours(final):
+        if file_layer.exists(final) and not publish_by_rename_and_cleanup.is_ours(final):
             wrong = f"exists and has no {manifest_format.MANIFEST}, so it is not ours to replace"
             raise CheckpointError(final, wrong, "move it away or choose another --save")
-        commit.begin(partial)
+        publish_by_rename_and_cleanup.begin(partial)
 
 
 def _clear_leftovers(request: SaveRequest) -> None:
-    for problem in commit.try_clear_leftovers(request.root):
+    for problem in publish_by_rename_and_cleanup.try_clear_leftovers(request.root):
         request.warn(problem)
 
 
@@ -206,7 +206,7 @@ def _write_own_items(partial: Path, iteration: int, rank: int, items: dict[str, 
         return 0
     with _disk_errors_of(partial):
         try:
-            path = commit.rank_data_file(partial, rank)
+            path = publish_by_rename_and_cleanup.rank_data_file(partial, rank)
         except FileNotFoundError as error:
             wrong = f"was made by the first rank but is not visible to rank {rank}"
             raise CheckpointError(partial, wrong, _NOT_SHARED) from error
@@ -273,7 +273,7 @@ def _merge(partial: Path, iteration: int, state: dict[str, Any], bytes_by_rank: 
         _add_records(merged.tensors, part.tensors, partial / name)
 
     # check that the raw files are there, at their full sizes, and that the pieces cover each tensor once
-    _check_sizes(commit.rank_data_folder(partial), merged.files)
+    _check_sizes(publish_by_rename_and_cleanup.rank_data_folder(partial), merged.files)
     manifest_format.check_complete(merged, partial, ONE_WRITER)
     text = manifest_format.to_json(merged)
     # what cannot be read must not become the latest
@@ -338,6 +338,6 @@ def make_latest(request: SaveRequest, ranks: SaveGroup) -> None:
                 # In this order: write the new pointer under a temporary name; rename an earlier save of this iteration out
                 # of the way; rename iter_N.partial/ to iter_N/; rename the pointer to its name. Each rename is atomic, the
                 # two are not one: a kill between them leaves a complete iter_N/ that `latest` does not name.
-                commit.publish(request.partial, request.iteration)
+                publish_by_rename_and_cleanup.publish(request.partial, request.iteration)
             # Only now is the earlier save removed. What cannot be removed is a warning, not an error.
             _clear_leftovers(request)

@@ -1,17 +1,17 @@
 """Data parallelism: gradients in contiguous buffers, reduced over ranks, with or without ZeRO's shards.
 
-    data_parallel, distributed_data_parallel             the wrapper of a model chunk; with Megatron's arguments
-    data_parallel_config, buffer_plan, grad_count,       on paper: settings, layout, counts, bytes (no torch)
-    comm_volume
-    contiguous_buffers, bucket, param_grad_state         the memory of all parameters, of one collective, of one
-                                                         parameter
-    zero_reduce_and_gather, zero3_param_fetcher,         when gradients are reduced, and parameters gathered and
-    released_tensor_guards                               released
-    zero_init, sync_and_gather_params                    a model built shard by shard; full parameters of a sharded one
-    gradient_lifecycle                                   the protocol of a step's gradients, and their divisor
-    finalize_model_grads, params_norm_and_zeros          the last reductions of a step; norms over all ranks
-    fixed_order_reduce, collective_order_check           sums in one order for any number of ranks; a check of the
-                                                         order of collectives
+    data_parallel, distributed_data_parallel       the wrapper of a model chunk; with Megatron's arguments
+    data_parallel_config, buffer_plan,             on paper: settings, layout, counts, bytes (no torch)
+    grad_count, zero_stage_comm_volume
+    contiguous_buffers,                            the memory of all parameters, of one collective, of one parameter
+    bucket_reduce_and_gather, param_grad_state
+    zero_stage_strategies, zero3_param_fetcher,    when gradients are reduced, and parameters gathered and released
+    released_params_and_grads_guards
+    zero_init, sync_and_gather_params              a model built shard by shard; full parameters of a sharded one
+    clear_reduce_divide_gradients                  the protocol of a step's gradients, and their divisor
+    finalize_model_grads, params_norm_and_zeros    the last reductions of a step; norms over all ranks
+    reduce_in_microbatch_order,                    sums in one order for any number of ranks; a check of the order of
+    zero_collective_order_check                    collectives
 
 To add a strategy of reduction: a `GradReduce`, chosen in `DistributedDataParallel._choose_strategies`.
 """

@@ -11,7 +11,7 @@ from megatron.core.distributed.buffer_plan import BufferPlan, ParamRange, overla
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
-from megatron.core.offload.stored_tensor import Stored, start_writing
+from megatron.core.offload.tensor_in_memory_or_file import Stored, start_writing
 from megatron.core.ops.main_grad_interface import set_grad_sink
 from megatron.core.parallel.mesh import GradAxes
 from megatron.core.storage.resize_storage import resize_and_notify

@@ -5,7 +5,7 @@
                     are in flight already, each since its last gradient was written
     end of step     finish_grad_reduce(): waits, then sums partial gradients: norms under sequence parallelism over tp,
                     a tied embedding over the first and the last stage; `fills_grad`: the sums are in `.grad` as well;
-                    the copies of the module's persistent buffers agree (`buffer_sync.py`)
+                    the copies of the module's persistent buffers agree (`sync_persistent_module_buffers.py`)
     after update    gather_params(): with ZeRO each rank has updated its shard, and an all-gather distributes it
 
 A buffer holds the parameters of one dtype that are reduced over one group. A tied embedding has a buffer of its own,
@@ -37,12 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.memory_category import memory_kind
-from megatron.core.distributed.bucket import Bucket, ParamBucket
+from megatron.core.base.label_allocations_by_memory_kind import memory_kind
+from megatron.core.distributed.bucket_reduce_and_gather import Bucket, ParamBucket
 from megatron.core.distributed.buffer_plan import BucketSpec, ParamSpec, overlaps, plan_buffers
-from megatron.core.distributed.buffer_sync import BufferSync, ChangesAtStepEnd
-from megatron.core.distributed.collective_order_check import CollectiveOrderCheck
-from megatron.core.distributed.comm_volume import BufferSizes
 from megatron.core.distributed.contiguous_buffers import (
     ACROSS_STAGES,
     ParamAndGradBuffer,
@@ -50,7 +47,6 @@ from megatron.core.distributed.contiguous_buffers import (
     grads_need_no_buffer,
 )
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.distributed.fixed_order_reduce import ReduceInMicrobatchOrder
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import (
     ParamGradSink,
@@ -59,11 +55,14 @@ from megatron.core.distributed.param_grad_state import (
     is_tied,
     put_in_bucket,
 )
+from megatron.core.distributed.reduce_in_microbatch_order import ReduceInMicrobatchOrder
+from megatron.core.distributed.sync_persistent_module_buffers import BufferSync, ChangesAtStepEnd
 from megatron.core.distributed.zero3_param_fetcher import ParamFetcher, units_of
-from megatron.core.distributed.zero_reduce_and_gather import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
+from megatron.core.distributed.zero_collective_order_check import CollectiveOrderCheck
+from megatron.core.distributed.zero_stage_comm_volume import BufferSizes
+from megatron.core.distributed.zero_stage_strategies import GradReduce, ParamGather, ReduceEachMicrobatch, ReduceOnce
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
-from megatron.core.offload.stored_tensor import Stored
-from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.offload.tensor_in_memory_or_file import Stored
 from megatron.core.ops.main_grad_interface import (
     DataParallelChunkInterface,
     grad_was_added,
@@ -71,11 +70,12 @@ from megatron.core.ops.main_grad_interface import (
     open_main_grad,
     set_grad_sink,
 )
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import GradAxes, Mesh
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import rows_to_flat_range
-from megatron.core.sharding.module_buffer_placement import Values, buffer_values
+from megatron.core.sharding.buffer_placement_and_sync import Values, buffer_values
 from megatron.core.sharding.placement import Placement, partial_axes, partial_grads, placement_of
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import make_callable, names_of_megatron
+from megatron.core.distributed.clear_reduce_divide_gradients import GradientStep
 from megatron.core.distributed.data_parallel import DistributedDataParallel
-from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.process_groups_config import check_groups

@@ -19,7 +19,7 @@ from megatron.core.ops.main_grad_interface import GradSink, grad_sink_of, main_g
 
 
 class GradReduceInterface:
-    """The methods of a ZeRO stage's gradient strategy that its sinks call (`zero_reduce_and_gather.py: GradReduce`)."""
+    """The methods of a ZeRO stage's gradient strategy that its sinks call (`zero_stage_strategies.py: GradReduce`)."""
 
     def open(self, sink: "ParamGradSink", *, overwrites: bool = False) -> bool:
         """Prepare `main_grad` for a gradient. Returns True if the caller must overwrite it (`Bucket.open_grad`)."""
@@ -50,7 +50,7 @@ class ParamInBucket:
 class ParamGradSink(ParamInBucket, GradSink):
     """The place of a trained parameter, and the progress of its gradient in this step.
 
-    Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the ZeRO stage (`zero_reduce_and_gather.py`).
+    Layers call the methods of `GradSink`, which go to `reduce`, the strategy of the ZeRO stage (`zero_stage_strategies.py`).
 
     A matrix product can overwrite main_grad with the first gradient of a step, which saves setting it to zero. A sink
     whose first gradient came from a product in an earlier step therefore begins the next step unset. In stages 2 and 3,

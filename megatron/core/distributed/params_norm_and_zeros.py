@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.distributed.buffer_plan import overlaps
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_grad_state import place_in_bucket
-from megatron.core.offload.stored_tensor import read_parts
+from megatron.core.offload.tensor_in_memory_or_file import read_parts
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import rows_to_flat_range, slices

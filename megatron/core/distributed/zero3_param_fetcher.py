@@ -29,7 +29,7 @@ Recomputation runs a forward inside a backward: its pre-hook gathers what is not
 Three things follow for modules. A unit must return a tensor of its own: its backward begins with the gradient of that
 tensor. A layer with a backward of its own must compute the gradient of its input before it reports the last gradient of
 its parameters: that report releases them (`bucket_done`). A parent must use its children's parameters through the
-children, or pass them to a module (otherwise `released_tensor_guards.py` raises an error).
+children, or pass them to a module (otherwise `released_params_and_grads_guards.py` raises an error).
 """
 
 from collections import Counter
@@ -41,11 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucket import Bucket, ParamBucket
+from megatron.core.distributed.bucket_reduce_and_gather import Bucket, ParamBucket
 from megatron.core.distributed.grad_count import GradCounter
 from megatron.core.distributed.param_grad_state import place_in_bucket
-from megatron.core.distributed.zero_reduce_and_gather import ParamGather
-from megatron.core.ops.aux_losses import aux_losses_in
+from megatron.core.distributed.zero_stage_strategies import ParamGather
+from megatron.core.ops.aux_loss_collector import aux_losses_in
 
 _USES_ITS_CHILDREN = nn.MultiheadAttention  # passes their parameters to a function
 # Lists: the module above uses the parameters in them.

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from megatron.core.distributed.released_tensor_guards import BeforeUseHookTensor
+from megatron.core.distributed.released_params_and_grads_guards import BeforeUseHookTensor
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.storage.resize_storage import resize_and_notify

@@ -5,9 +5,9 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.dist_checkpointing.unsaved_state_warning import note_of_lost_buffers
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import note_of_lost_buffers
 from megatron.core.peft.lora_config import LoRAConfig
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 _LORA = frozenset(f.name for f in fields(LoRAConfig))  # flags of adapters, which finetune_gpt.py adds

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.inference.sampling import Choose
+from megatron.core.inference.top_k_top_p_sampling import Choose
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh

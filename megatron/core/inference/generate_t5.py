@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.inference.generate import Stage, cache_problems, generate_tokens, prompt_problems
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.inference.sampling import Choose
+from megatron.core.inference.top_k_top_p_sampling import Choose
 from megatron.core.ops.attention.kv_cache import CACHES, DecoderCache
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec

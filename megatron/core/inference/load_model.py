@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.registry import FUNCTIONS
+from megatron.core.base.registry_with_checked_entries import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.dist_checkpointing.frozen_weights_hash import elements_and_hash
 from megatron.core.dist_checkpointing.local_tensor import placed_tensor
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.sharded_module_buffers import (
     saved_buffer_shapes,
     sharded_buffers,
 )
-from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, FROZEN
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import BUFFERS, FROZEN
 from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.common.model_rules import no_experts
 from megatron.core.models.gpt.gpt_stage import GPTModel
@@ -30,7 +30,7 @@ from megatron.core.parallel.rank_grid import AxisSizes
 from megatron.core.peft.lora import add_lora
 from megatron.core.peft.lora_config import PARTS, LoRAConfig, canonical_name, target_of
 from megatron.core.sharding.placement import pieces
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig, expert_parallel_problems, tensor_parallel_problems
 
 _PARAMETERS = "model/"  # the prefix of parameter names in a checkpoint

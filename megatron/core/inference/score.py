@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.attention.masks import Mask, PrefixTrees
+from megatron.core.ops.attention.document_and_window_masks import Mask, PrefixTrees
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec, Transport
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.async_handle import AsyncHandle
-from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
+from megatron.core.base.label_allocations_by_memory_kind import ACTIVATIONS, set_memory_kind
 from megatron.core.offload.contiguous_activation_buffer import RecomputeInputSlots, as_flat, strides_like
 from megatron.core.offload.host_and_file_stores import HostOffloadStore, OffloadAllocator
-from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
+from megatron.core.offload.tensor_in_memory_or_file import Stored, start_reading, start_writing
 from megatron.core.parallel.accelerator import to_device
 
 # A function that takes a tensor and returns a function that gives its values, any number of times.

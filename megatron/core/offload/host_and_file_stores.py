@@ -1,7 +1,7 @@
 """Stores for offloaded state: an `OffloadAllocator` in host memory, or in a file.
 
     stored = store.zeros(1000, torch.float32)     a Tensor, or a FileTensor with the same interface
-    (`offload/stored_tensor.py`)
+    (`offload/tensor_in_memory_or_file.py`)
 
 Reads and writes of a file run on the store's own thread, in the order in which they are started.
 """
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import AsyncHandle, done
-from megatron.core.base.memory_category import memory_kind
+from megatron.core.base.label_allocations_by_memory_kind import memory_kind
 from megatron.core.offload.checksummed_file import BLOCK, BlockFile, OffloadError
 from megatron.core.offload.offload_folder import STATE_FILE, RankFolder
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.offload.tensor_in_memory_or_file import Stored, StoredTensor
 from megatron.core.parallel.accelerator import is_accelerator, start_to_host
 
 

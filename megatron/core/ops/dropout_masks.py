@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.ops.overridable_by_torch_function_mode import blocks_to_compute
+from megatron.core.ops.decisions_overridable_for_memory_prediction import blocks_to_compute
 
 MASKS_VERSION = 2  # of the masks of a key, kept in checkpoints; 1: torch's generators, one for each sample and head
 # Elements drawn at once on a CPU: their two int32 buffers, input and output fill an L2 cache of 2 MiB.

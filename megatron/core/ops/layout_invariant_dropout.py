@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.choices_kept_for_recomputation import KeptChoices
 from megatron.core.ops.dropout_masks import (
     MaskWords,
     column_words,
@@ -20,8 +19,9 @@ from megatron.core.ops.dropout_masks import (
     numbered_keys,
     pairs_of_words,
 )
+from megatron.core.ops.router_choices_kept_for_recompute import KeptChoices
 from megatron.core.parallel.accelerator import to_device
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
 
 

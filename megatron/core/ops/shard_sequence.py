@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 
 
 def positions_of(rows: SequenceShard, local_length: int, device: torch.device) -> Tensor:

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.lr_schedule import LearningRateSchedule
-from megatron.core.optimizer.param_group_lr_schedulers import GroupSchedule, one_cycle, range_test
+from megatron.core.optimizer.lr_wd_schedule_by_samples import LearningRateSchedule
+from megatron.core.optimizer.write_lr_into_param_groups import GroupSchedule, one_cycle, range_test
 
 Rates = float | Sequence[float]
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.memory_category import memory_kind
+from megatron.core.base.label_allocations_by_memory_kind import memory_kind
 from megatron.core.distributed.buffer_plan import ParamRange, overlaps, runs
 from megatron.core.distributed.contiguous_buffers import ParamAndGradBuffer, Shard
 from megatron.core.offload.host_and_file_stores import OffloadAllocator
-from megatron.core.offload.offload_fraction import cut_by_fraction
-from megatron.core.offload.stored_tensor import Stored, copy_stored
-from megatron.core.optimizer import optimizer_registry
+from megatron.core.offload.optimizer_offload_fraction import cut_by_fraction
+from megatron.core.offload.tensor_in_memory_or_file import Stored, copy_stored
+from megatron.core.optimizer import optimizer_flags_and_registry
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, make_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
-from megatron.core.optimizer.gather_full_matrices import ShardedMatrix, full_matrices
+from megatron.core.optimizer.gather_full_matrices_over_tp import ShardedMatrix, full_matrices
 from megatron.core.optimizer.loss_scaler import GradScaler
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group, stacks_experts
 from megatron.core.optimizer.split_master import SplitMaster
@@ -52,7 +52,7 @@ class FlatOptimizer:
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
-        config: optimizer_registry.OptimizerConfig,
+        config: optimizer_flags_and_registry.OptimizerConfig,
         mesh: Mesh,
         *,
         group_of: GroupRule = default_group,

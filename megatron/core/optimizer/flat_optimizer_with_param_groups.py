@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.offload.stored_tensor import copy_stored
+from megatron.core.offload.tensor_in_memory_or_file import copy_stored
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup
 
 Groups = list[dict[str, Any]]

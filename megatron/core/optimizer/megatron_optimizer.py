@@ -13,7 +13,7 @@ from megatron.core.base.from_megatron_config import settings_from
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad
 from megatron.core.ops.main_grad_interface import grad_sink_of
-from megatron.core.optimizer import optimizer_registry
+from megatron.core.optimizer import optimizer_flags_and_registry
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.flat_optimizer_with_param_groups import FlatOptimizerWithParamGroups, by_number
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
@@ -50,7 +50,7 @@ class MegatronOptimizer(FlatOptimizerWithParamGroups):
             settings_from(
                 config,
                 OptimizerConfig,
-                optimizer_registry.OptimizerConfig,
+                optimizer_flags_and_registry.OptimizerConfig,
                 NOT_BUILT,
                 muon_nesterov=config.muon_use_nesterov,
                 optimizer="adam-l2" if is_l2 else config.optimizer,

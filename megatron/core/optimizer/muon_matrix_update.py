@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.adam_and_sgd import States, Tensors, UpdateStep
-from megatron.core.optimizer.gather_full_matrices import MatrixOwners, ShardedMatrix
+from megatron.core.optimizer.gather_full_matrices_over_tp import MatrixOwners, ShardedMatrix
 from megatron.core.optimizer.muon_config import MuonConfig, ns_coefficients
 from megatron.core.parallel.accelerator import float32_products, multiplies_bfloat16
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import AsyncHandle, all_of
-from megatron.core.offload.stored_tensor import Stored, StoredTensor, start_reading, start_writing
+from megatron.core.offload.tensor_in_memory_or_file import Stored, StoredTensor, start_reading, start_writing
 
 _NAN = 0x7FC00000  # its lower half is zero; NVIDIA's NaN, 0x7FFFFFFF, would round to minus zero
 

@@ -1,6 +1,6 @@
 """The device of this process: selection, memory statistics, copies to and from the host.
 
-No other file names a vendor, but `device_config`, which has the values of --device.
+No other file names a vendor, but `device_and_process_group_config`, which has the values of --device.
 """
 
 import contextlib

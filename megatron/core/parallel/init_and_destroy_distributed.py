@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.base import rank_status, tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import Ledger, LostPeerError, StoreGroup, TorchGroup, broadcast_text
-from megatron.core.parallel.detect_lost_ranks import (
+from megatron.core.parallel.detect_lost_ranks_by_tcp import (
     REPORT_SECONDS,
     LivenessClient,
     LivenessServer,

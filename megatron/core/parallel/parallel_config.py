@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, flag_of, option
-from megatron.core.parallel.pipeline_layout import read_layout
+from megatron.core.parallel.parse_pipeline_layout_string import read_layout
 from megatron.core.parallel.rank_grid import ORDER, AxisSizes
 
 _UNEVEN_STAGES = (

@@ -15,12 +15,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.ops.recomputable_tensors import producer_of, request_from_producer, save_or_recompute
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.peft.lora_config import WHOLE
 from megatron.core.tensor_parallel.linear_autograd import accumulate_wgrad
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import InitializesFromWeights
 from megatron.core.sharding.placement import pieces
-from megatron.core.tensor_parallel.replace_parallel_linears import ParallelLinear
+from megatron.core.tensor_parallel.exchange_parallel_linears_for_adapters import ParallelLinear
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, weight_flops
 from megatron.core.ops.dropout_masks import MaskWords, column_words
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout, SampleDropoutKeys
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.peft.adapter_products import AdapterProducts, FusedRows, add_up_products, down_products
 from megatron.core.peft.adapters import Adapted, Adapter, GivenValues, kaiming_uniform
 from megatron.core.peft.lora_config import (
@@ -31,13 +31,13 @@ from megatron.core.peft.lora_config import (
 from megatron.core.peft.lora_of_experts import GivenStackedLoRA, StackedLoRA
 from megatron.core.sharding.placement import Constant, Placement, Rows
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.replace_parallel_linears import (
+from megatron.core.tensor_parallel.exchange_parallel_linears_for_adapters import (
     ParallelLinear,
     input_parameter,
     output_parameter,
     replace_linears,
 )
+from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 
 

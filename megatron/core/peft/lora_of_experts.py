@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
 from megatron.core.peft.adapter_products import FusedRows
 from megatron.core.peft.adapters import Adapted, Adapter, GivenValues, kaiming_uniform
 from megatron.core.peft.lora_config import PARTS, WHOLE

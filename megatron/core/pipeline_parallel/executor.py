@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.base.memory_category import ACTIVATIONS, set_memory_kind
-from megatron.core.ops.aux_losses import AuxLosses, AuxLossTotals, MoEAuxLossAutoScaler, objective_of
-from megatron.core.ops.deferred_wgrad import WeightGradStore, Work
+from megatron.core.base.label_allocations_by_memory_kind import ACTIVATIONS, set_memory_kind
+from megatron.core.ops.aux_loss_collector import AuxLosses, AuxLossTotals, MoEAuxLossAutoScaler, objective_of
+from megatron.core.ops.weight_grad_store import WeightGradStore, Work
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.loss_func_results import ForwardStep, LossTotals, parse_loss_tuple, read_step
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.core.parallel.pipeline_layout import LAYOUT_FLAG, stages_of_layout
+from megatron.core.parallel.parse_pipeline_layout_string import LAYOUT_FLAG, stages_of_layout
 from megatron.core.parallel.stage_to_rank import StageMap, loop
 
 _FIRST = "--decoder-first-pipeline-num-layers"

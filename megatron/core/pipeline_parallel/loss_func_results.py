@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.aux_losses import AuxLossTotals
+from megatron.core.ops.aux_loss_collector import AuxLossTotals
 
 ForwardStep = Callable[[Iterator | None, Any], tuple[Any, Callable[[Any], Any]]]  # Megatron's: (data iterator, model)
 

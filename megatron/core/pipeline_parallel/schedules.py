@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.core.base.label_allocations_by_memory_kind import memory_kind
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.base.memory_category import memory_kind
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.datasets.count_tokens_ahead import CountsTokens
-from megatron.core.distributed.gradient_lifecycle import GradientStep
+from megatron.core.datasets.loss_tokens_of_next_microbatches import CountsTokens
+from megatron.core.distributed.clear_reduce_divide_gradients import GradientStep
 from megatron.core.offload.activation_offload import HoldsActivations
-from megatron.core.ops.aux_losses import AuxLossMeans, declared_aux_losses
-from megatron.core.ops.deferred_wgrad import WeightGradStore
+from megatron.core.ops.aux_loss_collector import AuxLossMeans, declared_aux_losses
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys, own_dropout_keys
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.mesh import Mesh

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import AsyncHandle, all_of
-from megatron.core.base.memory_category import memory_kind, set_memory_kind
-from megatron.core.base.user_error_or_bug import sequence_parallel_hint
+from megatron.core.base.label_allocations_by_memory_kind import memory_kind, set_memory_kind
+from megatron.core.base.user_error_and_torchrun_error_file import sequence_parallel_hint
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 

@@ -11,7 +11,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.sharding.boxes import Box, intersect, relative_to, size_of, slices, whole
 from megatron.core.sharding.placement import Constant, InitialValue, Normal, XavierUniform, pieces
-from megatron.core.sharding.stacked_matrices import StackedMatrix, stacked_matrices
+from megatron.core.sharding.stacked_matrices_for_init import StackedMatrix, stacked_matrices
 
 TILE = 256  # rows and columns; 65,536 draws take about 0.2 ms, their seeding 2 us
 

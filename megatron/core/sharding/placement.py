@@ -94,7 +94,7 @@ class Placement:
     rows: tuple[Rows, ...] = ()  # this rank's rows of dimension 0, in order, if they are not an equal shard
     # rows of each matrix in a group (q|k|v), where dimension 0 consists of groups of fused matrices
     interleaved: tuple[int, ...] = ()
-    # The tensor stacks matrices (`stacked_matrices.py`), and each has the initial value of a tensor of its own: by its
+    # The tensor stacks matrices (`stacked_matrices_for_init.py`), and each has the initial value of a tensor of its own: by its
     # fans, where `init` follows them (Xavier, Kaiming). False: that of one whole tensor, as of Megatron's fused weights;
     # XavierUniform takes the last two dimensions for the matrix also then.
     init_per_matrix: bool = False

@@ -2,9 +2,9 @@
 
 No torch.
 
-file_layer       every file call of a save and of a load; `path_or_url` tells a local path from a store's URL
-object_store     an object store by way of fsspec; `read_ahead` keeps several of its requests in flight
-atomic_file      written under a temporary name, synced, renamed
-file_lock        locks that the system releases when a process ends
-resize_storage   freeing and reallocating a tensor's memory in place (torch)
+file_layer              every file call of a save and of a load; `path_or_url` tells a local path from a store's URL
+fsspec_object_store     an object store by way of fsspec; `object_store_read_ahead` keeps several of its requests in flight
+atomic_file             written under a temporary name, synced, renamed
+file_lock               locks that the system releases when a process ends
+resize_storage          freeing and reallocating a tensor's memory in place (torch)
 """

@@ -17,9 +17,9 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, BinaryIO
 
-from megatron.core.storage.object_store import ObjectFiles
+from megatron.core.storage.fsspec_object_store import ObjectFiles
+from megatron.core.storage.object_store_read_ahead import FileSpan, ReadAhead
 from megatron.core.storage.path_or_url import ObjectPath, Stat
-from megatron.core.storage.read_ahead import FileSpan, ReadAhead
 
 
 class LocalFiles:

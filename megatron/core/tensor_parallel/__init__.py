@@ -2,10 +2,10 @@
 
     linear_layers, linear_autograd,           the split layers; the matrix product and the lookup with their backward
     embedding_grad_in_buffer_dtype
-    matmul_backend                            how products are computed: the interface of one's own
+    matmul_backend_interface                  how products are computed: the interface of one's own
     autograd_collectives                      pairs of collectives: one in forward, its counterpart in backward
-    cross_entropy, broadcast_batch            the loss of split logits; a batch read once a group
-    saved_activations                         saved activations, sharded or offloaded
+    cross_entropy, broadcast_batch_over_tp    the loss of split logits; a batch read once a group
+    distribute_saved_activations_over_tp      saved activations, sharded or offloaded
     mappings, data, random, utils             Megatron's names, which find the axis in the current mesh
     layers                                    Megatron's module of the split layers
 

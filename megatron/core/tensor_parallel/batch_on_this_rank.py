@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel.global_state import get_global_state, get_mesh
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_tensors
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_tensors
 
 # The entries of a batch, in the order in which scripts unpack them. None of the metadata of packed sequences and of
 # context-parallel groups of several sizes is built.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import lazy_names
-from megatron.core.base.user_error_or_bug import sequence_parallel_hint
+from megatron.core.base.user_error_and_torchrun_error_file import sequence_parallel_hint
 from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_mesh

@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_global_state, get_mesh
 from megatron.core.process_groups_config import OWN_TP_GROUP
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_tensors
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_tensors
 
 
 @accepts_defaults_only(tp_group=OWN_TP_GROUP)

@@ -34,12 +34,12 @@ from megatron.core.ops.cpu_half_precision_matmul import (
     linear_forward,
     wgrad,
 )
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.ops.recomputable_tensors import producer_of, request_from_producer, save_or_recompute
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE, Axis
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 
 
 class LinearFunction(torch.autograd.Function):

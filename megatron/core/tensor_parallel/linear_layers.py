@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.init import xavier_normal_
 
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, weight_flops
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulModes
-from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.rank_grid import Axis
@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.autograd_collectives import AutogradCollective
 from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_autograd import LinearFunction, TorchMatmul, linear
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.tensor_parallel.token_id_check import check_token_ids
 
 
@@ -59,7 +59,7 @@ class TensorParallel:
         if not isinstance(self.matmul_backend, MatmulBackend | None):
             raise TypeError(
                 f"matmul_backend={self.matmul_backend!r} is no MatmulBackend; give an object of a class that inherits "
-                "megatron.core.tensor_parallel.matmul_backend.MatmulBackend, or None for torch's products"
+                "megatron.core.tensor_parallel.matmul_backend_interface.MatmulBackend, or None for torch's products"
             )
 
     @cached_property

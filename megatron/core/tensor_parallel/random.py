@@ -17,7 +17,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_global_state, get_mesh, model_parallel_is_initialized
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.tensor_parallel.saved_activations import SavedActivation
+from megatron.core.tensor_parallel.distribute_saved_activations_over_tp import SavedActivation
 
 
 def rng_module_of(device: torch.device | str) -> Any:

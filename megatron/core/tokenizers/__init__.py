@@ -10,7 +10,7 @@ from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer as MegatronTokenizer
-    from megatron.core.tokenizers.tokenizer_config import (
+    from megatron.core.tokenizers.tokenizer_config_and_build import (
         TokenizerConfig as TokenizerConfig,
         build_tokenizer as build_tokenizer,
     )
@@ -25,7 +25,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".megatron_tokenizer": "MegatronTokenizer",
-        ".tokenizer_config": "TokenizerConfig build_tokenizer",
+        ".tokenizer_config_and_build": "TokenizerConfig build_tokenizer",
         ".tokenizer_registry": "TOKENIZERS Tokenizer TokenizerType NullTokenizer",
     },
 )

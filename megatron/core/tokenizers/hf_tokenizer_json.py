@@ -9,7 +9,6 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_wordpiece_tiktoken import GPT2_PATTERN, FastTokenizer, check_exists, library_errors
 from megatron.core.tokenizers.hf_special_tokens import (
     PREFIX_SPACE_CLASSES,
     SpecialTokens,
@@ -22,6 +21,12 @@ from megatron.core.tokenizers.hf_special_tokens import (
     special_tokens_by_version,
     template_ids_of,
     version_conflict,
+)
+from megatron.core.tokenizers.huggingface_bpe_wordpiece_tiktoken import (
+    GPT2_PATTERN,
+    FastTokenizer,
+    check_exists,
+    library_errors,
 )
 
 # The usual names of these tokens in published tokenizers, tried in this order where no file names one.

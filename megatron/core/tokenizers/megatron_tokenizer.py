@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 METADATA = "tokenizer_metadata.json"  # Megatron's file beside a tokenizer

@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 from megatron.core.base.lazy_imports import optional_package
-from megatron.core.tokenizers.bpe_wordpiece_tiktoken import check_exists
 from megatron.core.tokenizers.hf_special_tokens import read_json_object
+from megatron.core.tokenizers.huggingface_bpe_wordpiece_tiktoken import check_exists
 
 
 class PieceTokenizer:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron.core.base.registry import Registry
-from megatron.core.tokenizers import bpe_wordpiece_tiktoken, hf_tokenizer_json, sentencepiece_tokenizer
+from megatron.core.base.registry_with_checked_entries import Registry
+from megatron.core.tokenizers import hf_tokenizer_json, huggingface_bpe_wordpiece_tiktoken, sentencepiece_tokenizer
 
 
 class Tokenizer(Protocol):
@@ -78,20 +78,22 @@ class NullTokenizer:
 _SENTINELS = ("vocab_extra_ids",)
 _TIKTOKEN = ("vocab_size", "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
 _MODEL = ("tokenizer_model",)
-_BERT = TokenizerType(bpe_wordpiece_tiktoken.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
+_BERT = TokenizerType(huggingface_bpe_wordpiece_tiktoken.bert_word_piece_tokenizer, ("vocab_file",), _SENTINELS)
 
 # (build, needs, reads) of each type
 _TYPES = {
     "BertWordPieceLowerCase": _BERT,
     "BertWordPieceCase": _BERT,
-    "GPT2BPETokenizer": TokenizerType(bpe_wordpiece_tiktoken.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")),
+    "GPT2BPETokenizer": TokenizerType(
+        huggingface_bpe_wordpiece_tiktoken.gpt2_bpe_tokenizer, ("vocab_file", "merge_file")
+    ),
     "SentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.sentence_piece_tokenizer, _MODEL, _SENTINELS),
     "GPTSentencePieceTokenizer": TokenizerType(sentencepiece_tokenizer.gpt_sentence_piece_tokenizer, _MODEL),
     "Llama2Tokenizer": TokenizerType(sentencepiece_tokenizer.llama2_tokenizer, _MODEL),
     "HuggingFaceTokenizer": TokenizerType(
         hf_tokenizer_json.huggingface_tokenizer, _MODEL, ("tokenizer_transformers_version",)
     ),
-    "TikTokenizer": TokenizerType(bpe_wordpiece_tiktoken.tik_tokenizer, _MODEL, _TIKTOKEN),
+    "TikTokenizer": TokenizerType(huggingface_bpe_wordpiece_tiktoken.tik_tokenizer, _MODEL, _TIKTOKEN),
     "NullTokenizer": TokenizerType(
         lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),
         ("vocab_size",),

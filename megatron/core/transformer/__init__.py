@@ -1,11 +1,15 @@
 """The layers of models, and their settings.
 
     model_config, *_config                                settings: shape, positions, attention, layer (no torch)
-    transformer_layer, transformer_block                  one layer; the layers of a pipeline stage
-    parallel_transformer, numbered_layers                 the block's classic name; its list of layers
-    attention, cross_attention, dot_product_attention,    the parts of a layer
-    mlp, norm, qk_norm, rotary_angles
-    recompute_in_backward, compiled_layer, tiled_compute  ways to run a layer with less memory or time
+    transformer_layer, transformer_block     one layer; the layers of a pipeline stage
+    parallel_transformer, numbered_layers    the block's classic name; its list of layers
+    attention, cross_attention,              the parts of a layer
+    dot_product_attention, mlp, norm,
+    qk_norm,
+    rotary_angles_and_frequency_scaling
+    recompute_without_rng_state,             ways to run a layer with less memory or time
+    compile_before_and_after_attention,
+    tiled_compute
     transformer_config, spec_utils, module, ...           Megatron's names
 
 Our parts are built from (config, their layer's number, a `LayerContext`). To add an attention kernel: a line of
@@ -20,7 +24,7 @@ from megatron.core.base.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from megatron.core.ops.attention.kernels import KERNELS as KERNELS, Kernel as Kernel
     from megatron.core.transformer.attention import ParallelAttention as ParallelAttention
-    from megatron.core.transformer.layer_build_context import LayerContext as LayerContext
+    from megatron.core.transformer.layer_parallel_context import LayerContext as LayerContext
     from megatron.core.transformer.mlp import ParallelMLP as ParallelMLP
     from megatron.core.transformer.model_config import ModelConfig as ModelConfig
     from megatron.core.transformer.module import MegatronModule as MegatronModule
@@ -37,7 +41,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         ".attention": "ParallelAttention",
-        ".layer_build_context": "LayerContext",
+        ".layer_parallel_context": "LayerContext",
         "megatron.core.ops.attention.kernels": "KERNELS Kernel",
         ".mlp": "ParallelMLP",
         ".parallel_transformer": "ParallelTransformer",

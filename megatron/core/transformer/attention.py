@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.apply_rotary_angles import cosines_and_sines, rotated, rotated_interleaved
+from megatron.core.ops.attention.document_and_window_masks import Mask, QueriesOfTrees, of_last_keys, with_window
 from megatron.core.ops.attention.kv_cache import AttentionCache
-from megatron.core.ops.attention.masks import Mask, QueriesOfTrees, of_last_keys, with_window
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Rows
@@ -37,11 +37,11 @@ from megatron.core.tensor_parallel.linear_layers import (
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.dot_product_attention import CoreAttention, DotProductAttention, core_attention_flops
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig, query_group_problem
 from megatron.core.transformer.module import of_process
 from megatron.core.transformer.qk_norm import make_qk_norms, qk_norm
-from megatron.core.transformer.recompute_in_backward import recompute_in_backward
+from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
 from megatron.core.transformer.spec_utils import build_module, get_module, is_custom_part
 from megatron.core.transformer.torch_norm import FusedLayerNorm
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from megatron.core.ops.attention.document_and_window_masks import HoldsTensors, Mask, tensors_of
 from megatron.core.ops.attention.kv_cache import CrossAttentionCache, DecoderCache
-from megatron.core.ops.attention.masks import HoldsTensors, Mask, tensors_of
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear, size_per_rank
 from megatron.core.transformer.dot_product_attention import CoreAttention, core_attention_flops
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 
 

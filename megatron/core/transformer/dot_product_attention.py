@@ -6,16 +6,16 @@ from torch import Tensor, nn
 
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.context_parallel.cp_attention import AttentionInputs
+from megatron.core.ops.attention.document_and_window_masks import Mask, MaskWithBias, PrefixTrees
 from megatron.core.ops.attention.kernels import AttentionCase, SoftmaxOptions, kernel_or_fallback, takes_fewer_queries
-from megatron.core.ops.attention.masks import Mask, MaskWithBias, PrefixTrees
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.flops import CountsFlops, Flops, LayerInput, attention_flops, flops_of
+from megatron.core.ops.count_flops_by_module import CountsFlops, Flops, LayerInput, attention_flops, flops_of
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.process_groups_config import OWN_GROUPS_BY_NAME
 from megatron.core.sharding.placement import Normal, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import of_process
 

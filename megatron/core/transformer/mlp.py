@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.flops import Flops, LayerInput, children_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, children_flops
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.process_groups_config import OWN_TP_GROUP
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import of_process
 from megatron.core.transformer.spec_utils import build_module, is_custom_part

@@ -21,7 +21,7 @@ from megatron.core.base.dataclass_flags import (
 from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.transformer.layer_freq_pattern import LONGEST, is_exception, layer_pattern
 from megatron.core.transformer.moe.moe_config import OF_EXPERTS, MoEConfig
-from megatron.core.transformer.shape_config import ShapeConfig
+from megatron.core.transformer.shape_norm_dropout_init_config import ShapeConfig
 
 if TYPE_CHECKING:  # the settings are read without torch, for --help
     import torch

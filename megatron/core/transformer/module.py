@@ -14,8 +14,8 @@ from megatron.core.ops.cpu_half_precision_matmul import NATIVE
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.module_buffer_placement import BufferPlacement, persistent_buffers
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement, persistent_buffers
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_config import model_config
 

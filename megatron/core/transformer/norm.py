@@ -12,7 +12,7 @@ from megatron.core.ops.compile.compiled_region import compiles
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.recomputable_tensors import unmark_recomputable
 from megatron.core.sharding.placement import Constant
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from megatron.core.ops.attention.document_and_window_masks import Mask
 from megatron.core.ops.attention.kv_cache import AttentionCache
-from megatron.core.ops.attention.masks import Mask
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from megatron.core.base.dataclass_flags import Count, Positive, option, out_of_range
 from megatron.core.transformer.layer_freq_pattern import is_exception, layer_pattern, read_pattern
-from megatron.core.transformer.shape_config import ShapeConfig
+from megatron.core.transformer.shape_norm_dropout_init_config import ShapeConfig
 
 
 @dataclass(frozen=True)

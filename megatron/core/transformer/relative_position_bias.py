@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron.core.ops.flops import Flops, LayerInput
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 

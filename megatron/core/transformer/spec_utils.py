@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 
 

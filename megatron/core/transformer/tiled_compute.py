@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
-from megatron.core.transformer.recompute_in_backward import recompute_in_backward
+from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
 
 
 def run_tiled(run: Callable[..., Tensor], tiles: int, keys: SampleDropoutKeys, *inputs: Tensor) -> Tensor:

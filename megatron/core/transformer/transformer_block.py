@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.offload.activation_offload import HoldsActivations, StageActivations
+from megatron.core.ops.attention.document_and_window_masks import Documents, Mask, tensors_of
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
-from megatron.core.ops.attention.masks import Documents, Mask, tensors_of
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.transformer.cross_attention import CrossAttentionState
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
-from megatron.core.transformer.local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.numbered_layers import NumberedLayers
-from megatron.core.transformer.recompute_in_backward import recompute_in_backward
-from megatron.core.transformer.rotary_angles import angles_of_ropes
+from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
+from megatron.core.transformer.rotary_angles_and_frequency_scaling import angles_of_ropes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, context_arguments, get_module
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,

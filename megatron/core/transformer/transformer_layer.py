@@ -18,28 +18,28 @@ from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.ops.attention.document_and_window_masks import Documents, MaskWithBias
 from megatron.core.ops.attention.kv_cache import AttentionCache, DecoderCache
-from megatron.core.ops.attention.masks import Documents, MaskWithBias
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.fused_layer_ops import REGIONS
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers
 from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
-from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
+from megatron.core.transformer.activation_norm_placement_multiplier_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
-from megatron.core.transformer.compiled_layer import WholeLayerPrograms
+from megatron.core.transformer.compile_before_and_after_attention import WholeLayerPrograms
 from megatron.core.transformer.cross_attention import ParallelCrossAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
 from megatron.core.transformer.moe.moe_layer import mlp_of_layer
 from megatron.core.transformer.norm import Norm, make_norm
-from megatron.core.transformer.recompute_in_backward import discard_and_recompute, recompute_in_backward
+from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute, recompute_in_backward
 from megatron.core.transformer.spec_utils import ContextSpec, build_module, build_part, is_custom_part
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from megatron.core.datasets.bert_and_t5_samples import batched_attention_masks
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.gpt_samples import build_gpt_datasets
-from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.gpt_dataset_and_builder import build_gpt_datasets
 from megatron.core.datasets.megatron_dataset import TokensAsText
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.training.global_vars import get_args, get_runtime, get_tokenizer

@@ -2,16 +2,17 @@
 
 Here are a dataclass for each component, the rules between them, Megatron's flags, help and YAML.
 
-    command_line                       argv -> settings
+    command_line     argv -> settings
     config, *_config                   the dataclasses whose fields are the flags
-    validation                         rules between components; all problems are found before a process group exists
-    ignored_and_refused_flags          Megatron's other flags
-    record_script_flags,               the script's own flags; those without effect
-    unused_settings
-    args_namespace                     `args` as Megatron's scripts read it
-    checkpoint_args                    settings taken from a checkpoint
-    hf_config, yaml_arguments          settings taken from a config.json, from a YAML file
-    checkpoint_to_load, config_diff    the checkpoint a run starts from, and how its settings differ
+    validation                              rules between components; all problems are found before a process group
+                                            exists
+    ignored_and_refused_flags               Megatron's other flags
+    record_script_flags, unused_settings    the script's own flags; those without effect
+    args_namespace                          `args` as Megatron's scripts read it
+    load_args_from_checkpoint               settings taken from a checkpoint
+    hf_config, yaml_arguments               settings taken from a config.json, from a YAML file
+    choose_checkpoint_to_resume,            the checkpoint a run starts from, and how its settings differ
+    compare_settings_with_checkpoint
 
 Megatron's names of `megatron.training.arguments` are imported on first use.
 To add a flag, add a field to its component's dataclass.

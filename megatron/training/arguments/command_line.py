@@ -32,10 +32,10 @@ from megatron.training.arguments.args_namespace import (
     other_names_of,
     unsupported_flag_values,
 )
-from megatron.training.arguments.checkpoint_args import taken_from_checkpoint
 from megatron.training.arguments.config import COMPONENTS, Config
 from megatron.training.arguments.hf_config import taken_from_hf_config
 from megatron.training.arguments.ignored_and_refused_flags import NO_EFFECT, OTHERS, REFUSED, SHORTHAND, WARNED
+from megatron.training.arguments.load_args_from_checkpoint import taken_from_checkpoint
 from megatron.training.arguments.parser import ExtraArgs, field_of_setting, flag_of_setting, make_parser
 from megatron.training.arguments.record_script_flags import script_flag_values
 from megatron.training.arguments.yaml_arguments import YAML_FLAG, read_yaml

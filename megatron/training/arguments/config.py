@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
-from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, parse_sizes_by_tokens, ramp
 from megatron.core.base.dataclass_flags import (
     ConfigError,
     Count,
@@ -16,29 +15,30 @@ from megatron.core.base.dataclass_flags import (
     option_fields,
     title_of,
 )
+from megatron.core.base.global_batch_size_schedule import BatchSizes, constant_size, parse_sizes_by_tokens, ramp
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.fill_in_the_middle import FimConfig
-from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.optimizer.loss_scaler import LossScaleConfig
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
-from megatron.core.parallel.device_config import DeviceConfig
+from megatron.core.optimizer.lr_wd_schedule_by_samples import LearningRateConfig, RunLength
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
+from megatron.core.parallel.device_and_process_group_config import DeviceConfig
 from megatron.core.parallel.parallel_config import ParallelConfig
-from megatron.core.parallel.pipeline_layout import LAYOUT_FLAG, stages_of_layout
+from megatron.core.parallel.parse_pipeline_layout_string import LAYOUT_FLAG, stages_of_layout
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.layer_split import split_by_layout, split_layers, split_two_stacks
 from megatron.core.pipeline_parallel.schedule.registry import default_chunks, stage_map
 from megatron.core.storage.path_or_url import is_url
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.arguments.hf_export_config import HFConfig
 from megatron.training.arguments.monitor_config import LogConfig, ProfileConfig, TensorBoardConfig
 from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
+from megatron.training.arguments.parse_exit_signal_name import read_signal
 from megatron.training.arguments.record_script_flags import OwnFlags
-from megatron.training.arguments.signal_names import read_signal
 from megatron.training.arguments.unused_settings import unread_flags
 
 

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert import is_foreign, model_from_hf_config
-from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.read_hf_config_and_headers import CONFIG, has_hf_config, read_json
+from megatron.convert.families.read_and_write_hf_config import family_of
+from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, has_hf_config, read_json
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, build, flag_of, option_fields
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.models.common.model_rules import ModelRules
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.arguments.checkpoint_args import NOTHING_TAKEN, Taken, as_flags, model_and_tokenizer_settings
+from megatron.training.arguments.compare_settings_with_checkpoint import compare
 from megatron.training.arguments.config import CheckpointConfig, Config, shown
-from megatron.training.arguments.config_diff import compare
+from megatron.training.arguments.load_args_from_checkpoint import (
+    NOTHING_TAKEN,
+    Taken,
+    as_flags,
+    model_and_tokenizer_settings,
+)
 
 _TOKENIZER_FLAGS = ("vocab_size", "vocab_file", "merge_file", "tokenizer_model")
 

@@ -6,15 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.base.dataclass_flags import ConfigError, flag_of, flags_of, option_fields
-from megatron.core.base.user_error_or_bug import is_user_error
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error
 from megatron.core.dist_checkpointing.manifest_format import iteration_of
-from megatron.core.optimizer.lr_schedule import RunLength, learning_rate_schedule
+from megatron.core.optimizer.lr_wd_schedule_by_samples import RunLength, learning_rate_schedule
 from megatron.core.pipeline_parallel.schedule.registry import unchecked_step
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule
 from megatron.core.storage.path_or_url import is_direct_parent, is_url, path_of, same_folder
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import expert_parallel_problems, tensor_parallel_problems
-from megatron.training.arguments.checkpoint_to_load import latest_iteration_in
+from megatron.training.arguments.choose_checkpoint_to_resume import latest_iteration_in
 from megatron.training.arguments.config import COMPONENTS, CheckpointConfig, Config
 from megatron.training.arguments.monitor_config import watch_problems
 

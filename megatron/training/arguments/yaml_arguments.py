@@ -15,7 +15,7 @@ import os
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError, FlagParser, field_of_action, nearest_flag
-from megatron.core.base.tell_of_empty_pipe import told_if_nobody_writes
+from megatron.core.base.warn_waiting_on_named_pipe import told_if_nobody_writes
 
 YAML_FLAG = "--yaml-cfg"
 _OF_THE_COMMAND_LINE = (YAML_FLAG, "--help", "--help-all", "-h")

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron.convert.check_missing_keys import (
+from megatron.convert.hf_provenance_and_tokenizer_files import provenance_problems
+from megatron.convert.missing_params_and_absent_heads import (
     ABSENT_HEADS,
     ALLOW_FLAG,
     describe_heads,
@@ -20,18 +21,21 @@ from megatron.convert.check_missing_keys import (
     recorded_absent_head_params,
     with_hf_names,
 )
-from megatron.convert.hf_origin import provenance_problems
 from megatron.core.base.dataclass_flags import ConfigError, build, flags_of, option_fields, type_mismatches
-from megatron.core.base.registry import FUNCTIONS
+from megatron.core.base.registry_with_checked_entries import FUNCTIONS
 from megatron.core.dist_checkpointing import Checkpoint, CheckpointError, LocalTensor
-from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, BUFFERS_AT_START, FROZEN, LOST_BUFFERS
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import (
+    BUFFERS,
+    BUFFERS_AT_START,
+    FROZEN,
+    LOST_BUFFERS,
+)
 from megatron.core.ops import dropout_masks
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
-from megatron.training.arguments.config import Config, shown
-from megatron.training.arguments.config_diff import (
+from megatron.training.arguments.compare_settings_with_checkpoint import (
     BY_DATA,
     BY_TOKENIZER,
     OF_WIDTHS,
@@ -40,13 +44,14 @@ from megatron.training.arguments.config_diff import (
     compare,
     precision_of,
 )
-from megatron.training.checkpointing.check_same_registered_functions import (
+from megatron.training.arguments.config import Config, shown
+from megatron.training.checkpointing.compare_registry_functions_on_resume import (
     attention_problem,
     optimizer_problem,
     rotary_restart_began,
     tokenizer_type_problem,
 )
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 
 _MODEL = "model/"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.convert.formats.read_hf_config_and_headers import has_hf_config
+from megatron.convert.formats.hf_config_and_safetensors_headers import has_hf_config
 from megatron.convert.gather_ranks_to_hf_folder import gather_tensor_records, write_hf_folder_from_ranks
 from megatron.convert.plan_hf_folder import plan_folder
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.registry import FUNCTIONS
+from megatron.core.base.registry_with_checked_entries import FUNCTIONS
 from megatron.core.dist_checkpointing.checkpoint_folder import remove
 from megatron.core.dist_checkpointing.manifest_format import (
     PARTIAL,
@@ -32,9 +32,9 @@ from megatron.core.optimizer.sharded_model_and_optimizer_state import sharded_mo
 from megatron.core.parallel import collectives
 from megatron.core.storage import file_layer
 from megatron.core.storage.path_or_url import path_of
-from megatron.training.checkpointing.check_same_registered_functions import functions_of
-from megatron.training.checkpointing.model_name import model_name
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.compare_registry_functions_on_resume import functions_of
+from megatron.training.checkpointing.model_class_and_custom_modules import model_name
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 
 _LEFTOVER = re.compile(r"iter_[0-9]{7,}(\.[0-9]+)?(\.partial|\.replaced)")  # leftovers of a killed run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert import model_from_hf_config
-from megatron.convert.hf_origin import Provenance
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
 from megatron.core.dist_checkpointing import Checkpoint
 from megatron.core.parallel import collectives
 from megatron.core.storage.file_layer import is_file, read_start, size_of_file

@@ -10,13 +10,13 @@ import torch
 from megatron.convert import open_any
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import Checkpoint, open_checkpoint
-from megatron.core.dist_checkpointing.commit import set_aside_damaged
 from megatron.core.dist_checkpointing.manifest_format import DAMAGED, MANIFEST, CheckpointError, folder_name
+from megatron.core.dist_checkpointing.publish_by_rename_and_cleanup import set_aside_damaged
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.storage import file_layer
 from megatron.core.storage.path_or_url import path_of
-from megatron.training.arguments.checkpoint_to_load import Start
+from megatron.training.arguments.choose_checkpoint_to_resume import Start
 from megatron.training.global_vars import print_rank_0
 
 _MAX_SHOWN = 3  # problems of one checkpoint in a message

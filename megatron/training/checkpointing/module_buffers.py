@@ -6,7 +6,7 @@
     at a load       other buffers than the model's are refused by name. A checkpoint from before buffers were saved has no
                     "buffers": a WARNING names those that start at their initial values
 
-`sharding/module_buffer_placement.py` says how a buffer is sharded, and how its copies agree.
+`sharding/buffer_placement_and_sync.py` says how a buffer is sharded, and how its copies agree.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from megatron.core.dist_checkpointing.sharded_module_buffers import (
     saved_buffer_shapes,
     sharded_buffers,
 )
-from megatron.core.dist_checkpointing.unsaved_state_warning import BUFFERS, first_names, lost_buffers
+from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import BUFFERS, first_names, lost_buffers
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops.tensor_hash import tensor_hash
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.sharding.module_buffer_placement import persistent_buffers
+from megatron.core.sharding.buffer_placement_and_sync import persistent_buffers
 from megatron.training.checkpointing.non_persistent_checkpoint import RankCheckpoint
 from megatron.training.global_vars import print_rank_0
 

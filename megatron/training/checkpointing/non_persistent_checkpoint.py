@@ -35,7 +35,7 @@ from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.sharding.boxes import size_of, whole
 from megatron.core.storage import file_layer
 from megatron.core.storage.path_or_url import path_of
-from megatron.training.arguments.checkpoint_to_load import loads_what_it_saves
+from megatron.training.arguments.choose_checkpoint_to_resume import loads_what_it_saves
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.global_vars import print_rank_0
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron.core.base import rank_status
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, AsyncSaveResult
+from megatron.core.dist_checkpointing.async_snapshot_to_writer_process import AsyncSaver, AsyncSaveResult
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.parallel import collectives
-from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load
+from megatron.training.checkpointing import non_persistent_checkpoint, save_and_load_run_state
 from megatron.training.checkpointing.hf_export import HFExports
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.global_vars import Runtime, print_rank_0
 
 _NOTABLE_WAIT = 0.001  # seconds
@@ -32,7 +32,7 @@ class SaveManager:
     def __init__(
         self,
         runtime: Runtime,
-        chunks: save_and_load.Chunks,
+        chunks: save_and_load_run_state.Chunks,
         optimizer: FlatOptimizer,
         state: TrainState,
         note: Callable[[str], object],
@@ -53,7 +53,7 @@ class SaveManager:
         runtime.resources.callback(self.close)
         # Allocate the memory for copies now: too little of it must not stop the run after hours, and no save waits for it.
         with collectives.raise_together(world, device):
-            self._async_saver.reserve(save_and_load.tensors_to_save(runtime, chunks, optimizer))
+            self._async_saver.reserve(save_and_load_run_state.tensors_to_save(runtime, chunks, optimizer))
 
     def due_actions(self, *, last: bool) -> list[Callable[[dict], None]]:
         """Return what to do after this step, in this order; call each with the log's state. last: the run ends."""
@@ -93,7 +93,7 @@ class SaveManager:
 
         # while training waits
         if self._async_saver is None:
-            save_and_load.save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
+            save_and_load_run_state.save(self._runtime, self._chunks, self._optimizer, self._state, log_state)
             self._record(iteration)
             return
 
@@ -105,7 +105,7 @@ class SaveManager:
         if waited > _NOTABLE_WAIT and previous is not None:
             advice = "a save takes longer than the steps between two: raise --save-interval"
             print_rank_0(f"WARNING: waited {waited:.3f} s for the save of iteration {previous}; {advice}")
-        contents = save_and_load.checkpoint_contents(
+        contents = save_and_load_run_state.checkpoint_contents(
             self._runtime, self._chunks, self._optimizer, self._state, log_state
         )
         stall = self._async_saver.start(root, iteration, *contents)
@@ -118,7 +118,7 @@ class SaveManager:
         config = self._runtime.config.checkpoint
         world = self._runtime.mesh["world"]
         iteration = self._state.iteration
-        contents = save_and_load.checkpoint_contents(
+        contents = save_and_load_run_state.checkpoint_contents(
             self._runtime, self._chunks, self._optimizer, self._state, log_state
         )
         start = time.monotonic()
@@ -179,5 +179,5 @@ class SaveManager:
 
     def _record(self, iteration: int) -> None:
         """Record that an iteration is on disk; older checkpoints may be deleted now."""
-        save_and_load.record_save(self._runtime, self._state, iteration)
+        save_and_load_run_state.record_save(self._runtime, self._state, iteration)
         self._note(f"Saved checkpoint\tIteration: {iteration}")

@@ -17,19 +17,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.families.hf_family_table import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.convert.hf_origin import Provenance
-from megatron.convert.read_hf_vocabulary import read_vocabulary
+from megatron.convert.families.hf_family_and_param_mapping import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
+from megatron.convert.read_hf_token_to_id import read_vocabulary
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import Checkpoint, LocalTensor
 from megatron.core.parallel import collectives
 from megatron.core.sharding.boxes import Box, size_of
 from megatron.core.storage.file_layer import is_file
 from megatron.core.storage.path_or_url import is_url, path_of
-from megatron.core.tokenizers.bpe_wordpiece_tiktoken import FastTokenizer
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
-from megatron.core.tokenizers.vocabulary_diff import (
+from megatron.core.tokenizers.huggingface_bpe_wordpiece_tiktoken import FastTokenizer
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer_sha256 import tokenizer_sha256
+from megatron.core.tokenizers.vocabulary_changes_and_embedding_rows import (
     RowRun,
     Vocabulary,
     changed_or_lost_tokens,

@@ -11,7 +11,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.datasets import sft_dataset
 from megatron.core.datasets.build_datasets import BuildContext
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.gpt_samples import token_rules
+from megatron.core.datasets.gpt_dataset_and_builder import token_rules
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.core.base import tolerate_broken_output
-from megatron.core.base.hard_exit import hard_exit
-from megatron.core.base.user_error_or_bug import write_error_file
+from megatron.core.base.exit_callbacks_and_hard_exit import hard_exit
+from megatron.core.base.user_error_and_torchrun_error_file import write_error_file
 from megatron.training.fault_tolerance import hang_watch
 
 _RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK")  # the same in a wrapper that started this rank

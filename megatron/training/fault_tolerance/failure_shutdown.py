@@ -4,7 +4,7 @@
     other ranks   their collectives fail, since a peer is gone; they read its rank from the store, print one line, leave
 
 A killed process leaves nothing in the store: the others know its rank, host and process from their connection to it
-(`core/parallel/detect_lost_ranks.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them
+(`core/parallel/detect_lost_ranks_by_tcp.py`). Ctrl-C is a failure too; it usually reaches several ranks, and one of them
 reports it. Messages also go to torchrun's error file. torchrun shows the file of the rank that ended first, so the other
 ranks repeat the first error there.
 
@@ -26,12 +26,12 @@ from typing import Any, NoReturn
 from megatron.core import parallel_state
 from megatron.core.base import tolerate_broken_output
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.hard_exit import hard_exit
-from megatron.core.base.user_error_or_bug import write_error_file
+from megatron.core.base.exit_callbacks_and_hard_exit import hard_exit
+from megatron.core.base.user_error_and_torchrun_error_file import write_error_file
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.offload.checksummed_file import OffloadError
 from megatron.core.parallel.collectives import PeerError
-from megatron.training.fault_tolerance import exit_on_ctrl_c, hang_watch
+from megatron.training.fault_tolerance import exit_immediately_on_ctrl_c, hang_watch
 from megatron.training.memory.oom_advice import OutOfMemory
 from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.step import NotFiniteError
@@ -65,7 +65,7 @@ def report(error: BaseException, farewell: str | None = None) -> int:
     """
     rank = parallel_state.launched_rank()
     store = parallel_state.job_store()
-    code = exit_code_of_failed_run(error) if farewell is None else exit_on_ctrl_c.CODE
+    code = exit_code_of_failed_run(error) if farewell is None else exit_immediately_on_ctrl_c.CODE
     is_own_error = farewell is not None or not isinstance(error, PeerError)
     message = farewell or f"rank {rank} failed:{message_or_traceback(error)}"
     if is_own_error and _claim_report(store):
@@ -109,13 +109,13 @@ def exit_code_of(error: BaseException | None) -> int:
         if error.code is None:
             return 0
         return error.code if isinstance(error.code, int) else 1
-    return exit_on_ctrl_c.CODE if isinstance(error, KeyboardInterrupt) else 1
+    return exit_immediately_on_ctrl_c.CODE if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _code_after(failed: str) -> int:
     """Return the exit code of a rank that stops because another failed. failed: the value of `_FAILED`."""
     if failed.endswith(_INTERRUPTED):
-        return exit_on_ctrl_c.CODE
+        return exit_immediately_on_ctrl_c.CODE
     return WRONG_NUMBERS if failed.endswith(_IS_WRONG) else 1
 
 

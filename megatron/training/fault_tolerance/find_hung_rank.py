@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.core.base.rank_status import PHASES, Calls, RankStatus, ranks_of
-from megatron.core.parallel.detect_lost_ranks import ranks_as_text
+from megatron.core.parallel.detect_lost_ranks_by_tcp import ranks_as_text
 from megatron.training.fault_tolerance.process_stat import ProcessState
 
 _FIRST_STEPS = 3  # steps of unknown length: they compile, and connect

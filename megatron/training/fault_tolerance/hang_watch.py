@@ -29,9 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.base import rank_status, tolerate_broken_output
-from megatron.core.base.hard_exit import hard_exit
+from megatron.core.base.exit_callbacks_and_hard_exit import hard_exit
 from megatron.core.base.rank_status import RankStatus, read_status
-from megatron.core.base.user_error_or_bug import write_error_file
+from megatron.core.base.user_error_and_torchrun_error_file import write_error_file
 from megatron.training.arguments.hang_config import HangConfig
 from megatron.training.fault_tolerance import hang_watch_folder
 from megatron.training.fault_tolerance.find_hung_rank import (

@@ -19,10 +19,10 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import size_of
 from megatron.core.sharding.placement import pieces
 from megatron.training.global_vars import Runtime, print_rank_0
-from megatron.training.memory.free_host_memory import free_below_rlimit_data, free_on_machine
-from megatron.training.memory.memory_advice import capacity_warning, flags_that_reduce
-from megatron.training.memory.peak_along_schedule import ACTIVATIONS, STATE, Forecast
-from megatron.training.memory.predicted_bytes_by_tier import Element, amount, predicted_bytes_by_tier
+from megatron.training.memory.flags_that_reduce_memory import capacity_warning, flags_that_reduce
+from megatron.training.memory.forecast_memory_along_schedule import ACTIVATIONS, STATE, Forecast
+from megatron.training.memory.read_free_host_memory import free_below_rlimit_data, free_on_machine
+from megatron.training.memory.zero_state_bytes_by_tier import Element, amount, predicted_bytes_by_tier
 
 _ALL_THE_SAME = "--no-check-memory starts all the same"
 Bytes = dict[str, dict[str, int]]  # by tier and kind

@@ -8,10 +8,17 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.training.global_vars import Runtime
-from megatron.training.memory.free_host_memory import free_on_machine
-from megatron.training.memory.memory_advice import flags_that_reduce
-from megatron.training.memory.peak_along_schedule import ACTIVATIONS, DEVICE, IN_MEMORY, STATE, RankMemory, worst
-from megatron.training.memory.predicted_bytes_by_tier import amount
+from megatron.training.memory.flags_that_reduce_memory import flags_that_reduce
+from megatron.training.memory.forecast_memory_along_schedule import (
+    ACTIVATIONS,
+    DEVICE,
+    IN_MEMORY,
+    STATE,
+    RankMemory,
+    worst,
+)
+from megatron.training.memory.read_free_host_memory import free_on_machine
+from megatron.training.memory.zero_state_bytes_by_tier import amount
 
 
 class OutOfMemory(RuntimeError):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.parallel.rank_grid import ORDER
-from megatron.training.memory.dry_run import Job
-from megatron.training.memory.peak_along_schedule import DEVICE, KINDS, RankMemory, worst
-from megatron.training.memory.predicted_bytes_by_tier import amount
+from megatron.training.memory.dry_run_of_one_rank import Job
+from megatron.training.memory.forecast_memory_along_schedule import DEVICE, KINDS, RankMemory, worst
+from megatron.training.memory.zero_state_bytes_by_tier import amount
 
 GIB = 2**30
 TIERS = (DEVICE, "host", "file")

@@ -1,8 +1,8 @@
 """Resident memory is counted by kind, as tensors are created and freed, to be compared with the prediction.
 
 `TorchDispatchMode` sees every operator, so each new storage is counted until it is freed. The kind comes from the code
-that allocates (`core/base/memory_category.py`): copies of a bucket and transfers between stages are communication,
-temporary memory of the optimizer is "other", all else is activations. `assign` names the tensors that stay.
+that allocates (`core/base/label_allocations_by_memory_kind.py`): copies of a bucket and transfers between stages are
+communication, temporary memory of the optimizer is "other", all else is activations. `assign` names the tensors that stay.
 Any device is counted; CPUs need it, because they have no allocator that measures.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.base import memory_category
+from megatron.core.base import label_allocations_by_memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_grad_state import place_in_bucket
-from megatron.core.offload.stored_tensor import Stored, StoredTensor
+from megatron.core.offload.tensor_in_memory_or_file import Stored, StoredTensor
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.storage import resize_storage
@@ -58,12 +58,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self) -> "MemoryTracker":
         resize_storage.listeners.append(self._resized)
-        memory_category.listeners.append(self._kind_is_set)
+        label_allocations_by_memory_kind.listeners.append(self._kind_is_set)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        memory_category.listeners.remove(self._kind_is_set)
+        label_allocations_by_memory_kind.listeners.remove(self._kind_is_set)
         resize_storage.listeners.remove(self._resized)
 
     @classmethod
@@ -87,7 +87,7 @@ class MemoryTracker(TorchDispatchMode):
         arguments = {id(x.untyped_storage()) for x in _tensors_in((args, kwargs))}
         new = [storage for storage in uncounted if id(storage) not in arguments]
         for storage in new:
-            self._add(storage, memory_category.current_memory_kind())
+            self._add(storage, label_allocations_by_memory_kind.current_memory_kind())
         if new:  # live memory grows only here, in `_resized` and in `_kind_is_set`
             self._note_peak()
         return result

@@ -24,11 +24,11 @@ from megatron.core.pipeline_parallel.schedule.actions import Action, Op
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.storage.path_or_url import path_of
 from megatron.training.arguments.monitor_config import can_write_tensorboard
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.global_vars import Runtime, print_rank_last
 from megatron.training.monitor.expert_loads import IdleExperts, expert_loads, load_curves
-from megatron.training.monitor.health_files import HealthFiles
-from megatron.training.monitor.straggler_detector import StragglerDetector
+from megatron.training.monitor.heartbeat_and_prometheus_files import HealthFiles
+from megatron.training.monitor.straggler_by_busy_time import StragglerDetector
 from megatron.training.monitor.tensor_statistics import Inspector, Statistics, TensorKey
 from megatron.training.monitor.torch_profiler import MemoryHistory, StepProfiler
 from megatron.training.monitor.training_log import (

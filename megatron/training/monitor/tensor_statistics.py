@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.base.memory_category import memory_kind
+from megatron.core.base.label_allocations_by_memory_kind import memory_kind
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.params_norm_and_zeros import owned_elements
 from megatron.core.parallel import collectives

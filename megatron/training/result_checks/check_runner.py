@@ -6,13 +6,13 @@ from typing import Any
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.pipeline_parallel.schedules import Pipeline
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.global_vars import Runtime
-from megatron.training.result_checks.bad_step_policy import BadStepPolicy
 from megatron.training.result_checks.base_check import Check
-from megatron.training.result_checks.replica_check import ReplicaCheck
-from megatron.training.result_checks.rerun_microbatch import RerunCheck
-from megatron.training.result_checks.state_hash_check import StateCheck
+from megatron.training.result_checks.hash_state_between_updates import StateCheck
+from megatron.training.result_checks.rerun_first_microbatch_every_interval import RerunCheck
+from megatron.training.result_checks.skip_or_stop_bad_step import BadStepPolicy
+from megatron.training.result_checks.weight_hash_across_replicas import ReplicaCheck
 from megatron.training.rewindable_batches import RewindableBatches
 from megatron.training.step import NonFiniteStepGuard, StepFigures, StepWork
 

@@ -18,10 +18,10 @@ from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel import collectives
 from megatron.core.pipeline_parallel.schedules import Pipeline
 from megatron.core.sharding.boxes import whole
-from megatron.core.sharding.module_buffer_placement import set_buffer_values
+from megatron.core.sharding.buffer_placement_and_sync import set_buffer_values
 from megatron.core.storage.path_or_url import path_of
-from megatron.training.checkpointing import save_and_load
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing import save_and_load_run_state
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.global_vars import Runtime
 from megatron.training.rewindable_batches import RewindableBatches
 from megatron.training.step import StepFigures, StepWork
@@ -39,7 +39,7 @@ def dump_step_for_replay(runtime: Runtime, state: TrainState, work: StepWork, fi
     now = [chunk.buffer_values() for chunk in chunks]
     for values in work.buffers_before:  # what the step began with
         set_buffer_values(values)
-    tensors, saved_state = save_and_load.checkpoint_contents(runtime, chunks, work.optimizer, state, {})
+    tensors, saved_state = save_and_load_run_state.checkpoint_contents(runtime, chunks, work.optimizer, state, {})
     for values in now:
         set_buffer_values(values)
     tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(("model/", BUFFER))}

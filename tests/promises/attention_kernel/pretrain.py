@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.enums import ModelType
+from megatron.core.ops.attention.document_and_window_masks import Mask
 from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel
-from megatron.core.ops.attention.masks import Mask
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 from megatron.training import pretrain
 from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider

@@ -6,7 +6,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.sharding.placement import Constant, Normal
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain

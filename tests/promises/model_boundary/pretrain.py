@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.models.common.model_rules import GPT_RULES
-from megatron.core.models.common.output_layer import LanguageModelHead
+from megatron.core.models.common.vocab_parallel_lm_head import LanguageModelHead
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm

@@ -5,7 +5,7 @@ from torch import Tensor
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.gather_full_matrices import ShardedMatrix
+from megatron.core.optimizer.gather_full_matrices_over_tp import ShardedMatrix
 from megatron.training import pretrain
 from pretrain_gpt import forward_step, model_provider, train_valid_test_datasets_provider
 

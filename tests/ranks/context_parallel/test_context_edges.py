@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import GPT, LLAMA, SEQ, Layout, Outcome, assert_equal, run, sample
 
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p")

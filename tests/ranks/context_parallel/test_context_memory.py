@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.pipeline_parallel.schedule.actions import Op
-from megatron.training.memory.dry_run import dry_run
+from megatron.training.memory.dry_run_of_one_rank import dry_run
 from tools.estimating.job import read
 from tools.estimating.measure import measure
 

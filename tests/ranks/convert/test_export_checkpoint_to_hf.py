@@ -9,8 +9,8 @@ import torch
 from cases import read_tensors, write_folders
 from local_ranks import run_ranks
 
-from megatron.convert import copy_checkpoint, export_checkpoint_to_hf, open_any, write_hf_folder
-from megatron.convert.families.weight_layout import OPERATIONS, HeadCounts, contiguous_copy_ranges
+from megatron.convert import copy_checkpoint, open_any, stream_checkpoint_to_hf_folder, write_hf_folder
+from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, contiguous_copy_ranges
 from megatron.convert.plan_hf_folder import to_hf_tensors
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
 from megatron.core.sharding.boxes import whole
@@ -63,7 +63,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
 def test_parts_of_any_size_make_the_same_folder(
     case: str, nbytes: int, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(export_checkpoint_to_hf, "_PART_BYTES", nbytes)
+    monkeypatch.setattr(stream_checkpoint_to_hf_folder, "_PART_BYTES", nbytes)
     checkpoint = open_checkpoint(ours[case].with_name(f"{case}-ours"))
     write_hf_folder(checkpoint, tmp_path / "out", most_bytes=3000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
@@ -91,7 +91,7 @@ def save_pieces(mesh, source: Path, root: Path) -> None:
 def test_pieces_of_rows_and_of_columns_make_the_same_folder(
     case: str, ours: dict[str, Path], tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(export_checkpoint_to_hf, "_PART_BYTES", 40)
+    monkeypatch.setattr(stream_checkpoint_to_hf_folder, "_PART_BYTES", 40)
     run_ranks({"dp": 2}, partial(save_pieces, source=ours[case].with_name(f"{case}-ours"), root=tmp_path / "pieces"))
     checkpoint = open_checkpoint(tmp_path / "pieces")
     assert {checkpoint.has_runs(name) for name in checkpoint.names} == {False, True}

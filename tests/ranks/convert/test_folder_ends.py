@@ -10,7 +10,7 @@ from cases import prompts, read_record, write_folder
 from whole_run import run
 
 import pretrain_gpt
-from megatron.convert.hf_origin import Provenance
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint
 from tools import checkpoint_convert

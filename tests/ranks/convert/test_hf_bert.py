@@ -12,11 +12,11 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.convert import open_foreign
-from megatron.convert.export_checkpoint_to_hf import write_hf_folder
-from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.read_hf_config_and_headers import read_json
-from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.families.read_and_write_hf_config import family_of
+from megatron.convert.formats.hf_config_and_safetensors_headers import read_json
+from megatron.convert.open_hf_safetensors_folder import head_counts_of, param_mappings
 from megatron.convert.plan_hf_folder import to_hf_tensors
+from megatron.convert.stream_checkpoint_to_hf_folder import write_hf_folder
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
@@ -24,7 +24,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 RECORD = read_record("bert")

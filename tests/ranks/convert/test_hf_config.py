@@ -21,7 +21,7 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.convert.families.config_json import effective_settings, settings_of
+from megatron.convert.families.read_and_write_hf_config import effective_settings, settings_of
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
 from megatron.core.parallel.mesh import Mesh

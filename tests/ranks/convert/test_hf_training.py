@@ -12,15 +12,15 @@ from local_ranks import run_ranks
 from tiny_run import GPT, Layout, build_chunks, build_pipeline, forward_step
 
 from megatron.convert import open_any, open_foreign
-from megatron.convert.export_checkpoint_to_hf import write_hf_folder
-from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.read_hf_config_and_headers import read_json
-from megatron.convert.open_hf_folder import param_mappings
+from megatron.convert.families.read_and_write_hf_config import family_of
+from megatron.convert.formats.hf_config_and_safetensors_headers import read_json
+from megatron.convert.open_hf_safetensors_folder import param_mappings
+from megatron.convert.stream_checkpoint_to_hf_folder import write_hf_folder
 from megatron.core.dist_checkpointing import placed_tensor, save_checkpoint
 from megatron.core.dist_checkpointing.load_sharded import Checkpoint
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape

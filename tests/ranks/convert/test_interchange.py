@@ -11,10 +11,10 @@ from local_ranks import run_ranks
 from whole_run import run
 
 from megatron.convert import open_foreign
-from megatron.convert.export_checkpoint_to_hf import write_hf_folder
-from megatron.convert.families.config_json import family_of
-from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.families.read_and_write_hf_config import family_of
+from megatron.convert.open_hf_safetensors_folder import head_counts_of, param_mappings
 from megatron.convert.plan_hf_folder import to_hf_tensors
+from megatron.convert.stream_checkpoint_to_hf_folder import write_hf_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, placed_tensor, save_checkpoint
 from megatron.core.inference.load_model import load_gpt, single_rank_mesh

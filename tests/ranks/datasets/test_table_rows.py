@@ -16,7 +16,7 @@ from whole_run import run
 
 import pretrain_gpt
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
-from megatron.core.datasets.vocab_check import cap_vocab_size, embedding_rows_problem
+from megatron.core.datasets.token_ids_without_embedding_row import cap_vocab_size, embedding_rows_problem
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.parallel.mesh import Mesh
 

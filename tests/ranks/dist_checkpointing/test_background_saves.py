@@ -17,7 +17,7 @@ from thread_writers import thread_writers
 from whole_run import run
 
 from megatron.core.dist_checkpointing import CheckpointError, LocalTensor, open_checkpoint, save_checkpoint
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
+from megatron.core.dist_checkpointing.async_snapshot_to_writer_process import AsyncSaver
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.sharding.boxes import whole

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, load_state_dict, loa
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.sharding.boxes import slices
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
 from megatron.core.sharding.placement import Placement, pieces
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint

@@ -16,7 +16,7 @@ from tiny_run import GPT2, LLAMA, Layout, Outcome, assert_same_bits, build, run
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.distributed.param_grad_state import place_in_bucket
 from megatron.core.distributed.params_norm_and_zeros import params_norm
-from megatron.core.distributed.released_tensor_guards import ReleasedParameter
+from megatron.core.distributed.released_params_and_grads_guards import ReleasedParameter
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.result_checks.replica_check import param_replica_differences
+from megatron.training.result_checks.weight_hash_across_replicas import param_replica_differences
 
 WIDTH, RANK, LAYERS = 8, 2, 4
 

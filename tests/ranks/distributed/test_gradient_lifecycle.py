@@ -5,9 +5,9 @@ import torch
 from local_ranks import run_ranks
 from torch import Tensor, nn
 
+from megatron.core.distributed.clear_reduce_divide_gradients import GradientStep
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.gradient_lifecycle import GradientStep
 from megatron.core.pipeline_parallel.schedules import BatchShape, run_step
 
 

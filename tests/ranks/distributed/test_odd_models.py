@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 
 WIDTH, WORDS, RATE, MOMENTUM = 6, 11, 1e-3, 0.9

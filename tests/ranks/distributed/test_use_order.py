@@ -9,8 +9,8 @@ from local_ranks import run_ranks
 from said import tells
 from torch import Tensor, nn
 
-from megatron.core.distributed.collective_order_check import difference
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
+from megatron.core.distributed.zero_collective_order_check import difference
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis

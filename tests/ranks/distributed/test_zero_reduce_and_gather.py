@@ -24,9 +24,9 @@ from tiny_run import (
 )
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.distributed.comm_volume import step_comm_volume
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.distributed.zero_stage_comm_volume import step_comm_volume
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape

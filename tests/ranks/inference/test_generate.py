@@ -22,13 +22,13 @@ from megatron.core.enums import ModelType
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate, next_logits, text_pieces
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.inference.sampling import greedy
+from megatron.core.inference.top_k_top_p_sampling import greedy
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime, pretrain
-from megatron.training.checkpointing.save_and_load import sharded_model_state
+from megatron.training.checkpointing.save_and_load_run_state import sharded_model_state
 from tools.generate import main, read_settings
 
 tokenizers = pytest.importorskip("tokenizers")

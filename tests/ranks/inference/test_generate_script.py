@@ -17,7 +17,7 @@ from megatron.core.inference.generate import generate, generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.kv_cache import CACHES
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.training.training import run_script
 from tools.generate import main
 from tools.script import script_at

@@ -17,10 +17,10 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.ops.attention.document_and_window_masks import Documents, MaskWithBias, Window, of_last_keys
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache, Entries, KeyValueCache, LayerAttention
-from megatron.core.ops.attention.masks import Documents, MaskWithBias, Window, of_last_keys
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 

@@ -12,13 +12,13 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, VOCAB
 from megatron.core.inference.load_model import even_layers, single_rank_mesh
 from megatron.core.inference.score import deal, packed_batches, padded_batches, rows_of, score
 from megatron.core.models.gpt.gpt_stage import GPTModel
+from megatron.core.ops.attention.document_and_window_masks import PrefixTrees, QueriesOfTrees
 from megatron.core.ops.attention.kernels import KERNELS
-from megatron.core.ops.attention.masks import PrefixTrees, QueriesOfTrees
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.build_model_and_optimizer import tie_embeddings
+from megatron.training.make_chunks_optimizer_and_pipeline import tie_embeddings
 
 LENGTH = 40
 MODELS = {

@@ -12,7 +12,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, build, run, sample
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.transformer.model_config import ModelConfig
 
 PLAIN = {

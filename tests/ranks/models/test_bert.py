@@ -14,7 +14,7 @@ from torch.nn import functional
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 
 MICROBATCH = (
     2  # samples: the mean over a microbatch's masked words is no mean over all, so that all layouts must agree on it

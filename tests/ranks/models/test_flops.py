@@ -20,15 +20,23 @@ from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.ops.flops import Flops, FlopsRecord, LayerInput, attention_flops, flops_of, stage_flops, weight_flops
+from megatron.core.ops.count_flops_by_module import (
+    Flops,
+    FlopsRecord,
+    LayerInput,
+    attention_flops,
+    flops_of,
+    stage_flops,
+    weight_flops,
+)
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.peft.lora import add_lora
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.model_flops import ModelShape, TwoStackShape
+from megatron.training.closed_form_model_flops import ModelShape, TwoStackShape
 
 for folder in ("lora", "fake_fp8", "toy_moe"):
     sys.path.insert(0, str(ROOT / "examples" / folder))

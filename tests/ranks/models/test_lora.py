@@ -23,9 +23,9 @@ from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.tensor_parallel.exchange_parallel_linears_for_adapters import replace_linears
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)

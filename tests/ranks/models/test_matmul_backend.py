@@ -20,21 +20,21 @@ from whole_run import TINY
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import load_whole_tensors
-from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
 from megatron.core.distributed.data_parallel import DataParallelConfig
+from megatron.core.distributed.sync_persistent_module_buffers import ChangesAtStepEnd
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
 from megatron.core.sharding.placement import Placement
+from megatron.core.tensor_parallel.exchange_parallel_linears_for_adapters import replace_linears
 from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
-from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from tools.estimating.measure import measure
 
 ZERO = partial(DataParallelConfig, overlap_grad_reduce=True, ddp_bucket_size=2000)

@@ -9,7 +9,7 @@ from tiny_run import GPT, GPT2, SEQ, Layout, assert_equal, run
 from torch import nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.training.build_model_and_optimizer import model_problems, place_constant_parameters
+from megatron.training.make_chunks_optimizer_and_pipeline import model_problems, place_constant_parameters
 
 
 def with_plain_norms(config, **parts):

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pretrain_bert
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate_window_chosen_by_iteration import evaluate
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --fp64 --micro-batch-size 2 --lr 1e-2 "

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.schedule.registry import stage_map
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate_window_chosen_by_iteration import evaluate
 
 SCRIPT = SimpleNamespace(**vars(pretrain_t5), args_defaults=pretrain_t5.DEFAULTS | {"decoder_num_layers": 0})
 MODEL = (

@@ -7,15 +7,15 @@ import pytest
 from published import CONFIGS, tensors_of
 from published_parameters import PARAMETERS
 
-from megatron.convert.families.config_json import config_of, family_of, settings_of
+from megatron.convert.families.read_and_write_hf_config import config_of, family_of, settings_of
 from megatron.convert.formats.safetensors_header import TensorInFile
-from megatron.convert.open_hf_folder import tensor_records
+from megatron.convert.open_hf_safetensors_folder import tensor_records
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 MODELS = {model.__name__: model for model in (GPTModel, BertModel, T5Model)}

@@ -15,8 +15,8 @@ from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config

@@ -18,25 +18,25 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.convert import open_foreign
-from megatron.convert.export_checkpoint_to_hf import write_hf_folder
-from megatron.convert.families.config_json import family_of
-from megatron.convert.formats.read_hf_config_and_headers import read_json
+from megatron.convert.families.read_and_write_hf_config import family_of
+from megatron.convert.formats.hf_config_and_safetensors_headers import read_json
 from megatron.convert.open_any_format import settings_of_foreign_folder
-from megatron.convert.open_hf_folder import head_counts_of, param_mappings
+from megatron.convert.open_hf_safetensors_folder import head_counts_of, param_mappings
 from megatron.convert.plan_hf_folder import to_hf_tensors
+from megatron.convert.stream_checkpoint_to_hf_folder import write_hf_folder
 from megatron.core.dist_checkpointing import placed_tensor
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.T5.t5_stage import T5Model
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group, non_matrices_to, without_embedding_decay
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import Normal, Placement, pieces
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_position_bias import bucket_of
-from megatron.training.model_flops import ModelShape, TwoStackShape
+from megatron.training.closed_form_model_flops import ModelShape, TwoStackShape
 
 
 # ---------------------------------------------------------------- against transformers

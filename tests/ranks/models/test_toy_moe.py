@@ -30,8 +30,8 @@ from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
-from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.training.memory.peak_along_schedule import KINDS
+from megatron.core.transformer.layer_parallel_context import LayerContext
+from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from tools.estimating.measure import measure
 
 HERE = ROOT / "examples" / "toy_moe"

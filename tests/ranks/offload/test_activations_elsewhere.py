@@ -34,10 +34,10 @@ from megatron.core.offload import activation_offload
 from megatron.core.offload.activation_offload import OffloadBufferPool, StageActivations
 from megatron.core.offload.contiguous_activation_buffer import RecomputeInputSlots
 from megatron.core.offload.host_and_file_stores import FileOffloadStore
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape, Pipeline
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.parallel_transformer import ParallelTransformer
 from megatron.core.transformer.transformer_block import TransformerBlock

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.host_and_file_stores import FileOffloadStore, FileTensor
-from megatron.core.offload.stored_tensor import start_writing
+from megatron.core.offload.tensor_in_memory_or_file import start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.memory.predicted_bytes_by_tier import Element, predicted_bytes_by_tier
+from megatron.training.memory.zero_state_bytes_by_tier import Element, predicted_bytes_by_tier
 
 TIERS = ("host", "file", "half", "params")  # half: of the optimizer's state, in files; params: parameters too
 

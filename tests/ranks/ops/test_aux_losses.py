@@ -34,18 +34,18 @@ from tiny_t5 import PLAIN as TINY_T5, T5
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.datasets.count_tokens_ahead import CountedBatches
+from megatron.core.datasets.loss_tokens_of_next_microbatches import CountedBatches
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.aux_losses import AuxLosses, declared_aux_losses
+from megatron.core.ops.aux_loss_collector import AuxLosses, declared_aux_losses
 from megatron.core.optimizer.loss_scaler import ConstantGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.placement import Normal
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.moe_utils import (
@@ -58,7 +58,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.step import train_step
-from megatron.training.zero_engine import Engine, EngineConfig
+from megatron.training.zero_engine_for_any_module import Engine, EngineConfig
 
 TEXTS = Texts()
 NAMES = ("balance", "size")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.attention.kernels import unfused_attention
-from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
+from megatron.core.ops.attention.query_tiled_causal_compiled import tiled_causal_attention
 from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.ops.compile.compiled_region import compile_cost, compiles
@@ -111,8 +111,8 @@ def test_bounded_and_shifted_gates_are_their_eager_form(traced: None):
 @pytest.mark.full
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_attention_in_tiles_is_the_plain_one(dropout: float, traced: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron.core.ops.attention.tiled_compiled._QUERIES", 4)
-    monkeypatch.setattr("megatron.core.ops.attention.tiled_compiled._ELEMENTS", 40)
+    monkeypatch.setattr("megatron.core.ops.attention.query_tiled_causal_compiled._QUERIES", 4)
+    monkeypatch.setattr("megatron.core.ops.attention.query_tiled_causal_compiled._ELEMENTS", 40)
     keys = SampleDropoutKeys(5)
     keys.samples = (11, 4)
     masks = AttentionDropout(dropout, keys, 1, 0)

@@ -22,7 +22,7 @@ from megatron.core.ops.compile import compiled_region
 from megatron.core.ops.compile.compile_config import CompileConfig
 from megatron.core.ops.compile.compiled_region import compile_cost, compile_if_all_ranks_can, compiles, why_not
 from megatron.core.optimizer.loss_scaler import DynamicGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.step import StepResult
 from tools.estimating.measure import measure

@@ -13,7 +13,7 @@ from said import tells
 from torch import Tensor
 
 from megatron.core.ops import cblas_gemm_bf16bf16f32, cpu_half_precision_matmul as matmul
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.ops.cpu_half_precision_matmul import (
     NATIVE,
     MatmulModes,
@@ -29,7 +29,7 @@ from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half of the distance of two neighbours, relative

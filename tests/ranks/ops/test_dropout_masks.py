@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.ops.dropout_masks import MaskWords, dropped, keep_mask, mixed, pairs_of_words, threshold_of
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, HiddenDropout, SampleDropoutKeys
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.sharding.initial_values import seed_of
 
 WORD = 2**32 - 1

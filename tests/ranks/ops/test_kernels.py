@@ -7,13 +7,13 @@ from torch import Tensor
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention import kernels
+from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.ops.attention.kernels import KERNELS, AttentionCase, Kernel, kernel_or_fallback, news_of_attention
-from megatron.core.ops.attention.masks import Documents
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.dot_product_attention import CoreAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 

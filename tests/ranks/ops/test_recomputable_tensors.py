@@ -14,7 +14,7 @@ from megatron.core.ops.recomputable_tensors import save_or_recompute
 from megatron.core.parallel.rank_grid import ALONE
 from megatron.core.tensor_parallel.linear_autograd import linear
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 

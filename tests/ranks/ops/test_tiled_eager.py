@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import tiled_eager
+from megatron.core.ops.attention import query_tiled_eager
+from megatron.core.ops.attention.document_and_window_masks import Documents, Mask, Window
 from megatron.core.ops.attention.kernels import unfused_attention
-from megatron.core.ops.attention.masks import Documents, Mask, Window
-from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
-from megatron.core.ops.attention.tiles import tiles_of
+from megatron.core.ops.attention.query_tiled_eager import eager_tiled_attention
+from megatron.core.ops.attention.query_tiles import tiles_of
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, SampleDropoutKeys
 
 PADDING = torch.arange(10).view(1, 1, 1, 10) >= torch.tensor([7, 10]).view(2, 1, 1, 1)
@@ -53,8 +53,8 @@ def values(*shape: int, seed: int = 0, **kwargs: Any) -> Tensor:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 queries, the last of 2; of one head or of several, some of one sample and some of the next."""
-    monkeypatch.setattr(tiled_eager, "_QUERIES", 4)
-    monkeypatch.setattr(tiled_eager, "_ELEMENTS_PER_THREAD", 120 // torch.get_num_threads())
+    monkeypatch.setattr(query_tiled_eager, "_QUERIES", 4)
+    monkeypatch.setattr(query_tiled_eager, "_ELEMENTS_PER_THREAD", 120 // torch.get_num_threads())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -23,10 +23,10 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.optimizer import ParamGroup
 from megatron.core.optimizer.adam_and_sgd import UpdateStep
-from megatron.core.optimizer.gather_full_matrices import MatrixOwners, ShardedMatrix
+from megatron.core.optimizer.gather_full_matrices_over_tp import MatrixOwners, ShardedMatrix
 from megatron.core.optimizer.muon_config import NS_COEFFICIENTS, MuonConfig, ns_coefficients
 from megatron.core.optimizer.muon_matrix_update import SMALLEST_NORM, muon_update, orthogonalized, scale_factor
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.accelerator import float32_products
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import ALONE

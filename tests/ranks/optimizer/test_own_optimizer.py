@@ -12,7 +12,7 @@ from tiny_run import TINY_GPT2, TINY_LLAMA, TinyTrainer, assert_equal, my_pieces
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DataParallelConfig
 from megatron.core.optimizer import OPTIMIZERS, ParamGroup, UpdateRule
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import default_group
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.placement import Placement

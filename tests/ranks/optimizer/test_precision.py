@@ -22,11 +22,11 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel import DataParallelConfig, DistributedDataParallel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.cpu_half_precision_matmul import NATIVE, MatmulMode, MatmulModes
-from megatron.core.ops.deferred_wgrad import WeightGradStore
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import LossScaleConfig, make_grad_scaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_group
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.layer_split import split_layers
@@ -36,12 +36,12 @@ from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.sharding.placement import Placement
 from megatron.core.tensor_parallel.linear_autograd import accumulate_wgrad
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing import save_and_load_run_state
 from megatron.training.checkpointing.check_same_model_and_optimizer import check_same_optimizer
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.monitor.training_log import StepNumbers, TrainingLog
 from megatron.training.step import NotFiniteError, StepResult, train_step
 
@@ -336,11 +336,11 @@ def test_scaler_masters_and_moments_survive_a_save(tmp_path):
     def stop(mesh: Mesh) -> None:
         rank = train(mesh, run, range(2))
         state = TrainState(2, 2 * BATCH, BATCH)
-        save_and_load.save(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer, state, {})
+        save_and_load_run_state.save(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer, state, {})
 
     def go_on(mesh: Mesh) -> Rank:
         rank = start(mesh, run)
-        state, _ = save_and_load.load(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer)
+        state, _ = save_and_load_run_state.load(runtime_for(mesh, FP16, tmp_path, BATCH), [rank.chunk], rank.optimizer)
         assert (state.iteration, state.consumed_train_samples, state.scheduled_train_samples) == (2, 2 * BATCH, BATCH)
         return train(mesh, run, range(2, 7), rank)
 

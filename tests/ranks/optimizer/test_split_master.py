@@ -14,14 +14,14 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.offload.host_and_file_stores import FileTensor
-from megatron.core.offload.stored_tensor import start_reading, start_writing
+from megatron.core.offload.tensor_in_memory_or_file import start_reading, start_writing
 from megatron.core.optimizer.cpu_offloading.sliced_update import SlicedUpdater
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.optimizer.split_master import SplitMaster, join_master, split_master
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.checkpointing import save_and_load
-from megatron.training.memory.predicted_bytes_by_tier import Element, predicted_bytes_by_tier
+from megatron.training.checkpointing import save_and_load_run_state
+from megatron.training.memory.zero_state_bytes_by_tier import Element, predicted_bytes_by_tier
 
 MODEL = replace(MODELS["tied"], fp64=False, bf16=True, num_layers=2)
 SPLIT = OptimizerConfig(clip_grad=0.5, weight_decay=0.1, reuse_fp32_param=True)
@@ -213,8 +213,8 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
         tiny = made(mesh, after, second)
         tiny.load(tmp_path / "save")
         whole = open_checkpoint(tmp_path / "save")
-        weights = save_and_load.sharded_model_state(tiny.model, mesh)
-        state = save_and_load.sharded_optimizer_state(tiny.adam, mesh)
+        weights = save_and_load_run_state.sharded_model_state(tiny.model, mesh)
+        state = save_and_load_run_state.sharded_optimizer_state(tiny.adam, mesh)
         source = "model" if before is None else "optimizer/master"
         for name in (name.removeprefix("model/") for name in weights):
             saved = full_tensor(whole, f"{source}/{name}")
@@ -231,7 +231,7 @@ def test_a_checkpoint_holds_whole_masters(case: str, tmp_path):
         record = checkpoint.manifest.tensors[name]
         values = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         box = tuple((0, n) for n in record.shape)
-        checkpoint.read_into({name: save_and_load.LocalTensor(values, record.shape, [(box, box)], False)})
+        checkpoint.read_into({name: save_and_load_run_state.LocalTensor(values, record.shape, [(box, box)], False)})
         return values
 
     def compare(local, whole: Tensor) -> None:

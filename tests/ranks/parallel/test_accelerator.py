@@ -365,10 +365,10 @@ WAITS = {
 }
 OF_STATE_ON_HOST = {
     "core/parallel/accelerator.py finish: event",
-    "core/offload/stored_tensor.py start_writing: copy npu to cpu",
+    "core/offload/tensor_in_memory_or_file.py start_writing: copy npu to cpu",
 }
 OF_ORDER = {
-    f"core/distributed/collective_order_check.py _compare: {what}" for what in ("copy cpu to npu", "number read")
+    f"core/distributed/zero_collective_order_check.py _compare: {what}" for what in ("copy cpu to npu", "number read")
 }
 
 

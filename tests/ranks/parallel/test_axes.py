@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL

@@ -19,7 +19,7 @@ from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ModelCommProcessGroups, ProcessGroupCollection, check_groups
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,

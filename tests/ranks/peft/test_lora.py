@@ -14,8 +14,8 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.peft.lora import add_lora
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.sharding.placement import Normal
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
+from megatron.core.transformer.layer_parallel_context import LayerContext
 
 AHEAD = DataParallelConfig(zero_stage=3, overlap_grad_reduce=True, overlap_param_gather=True)
 LAYOUTS = {

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.compile import compiled_region
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.peft.lora import adapter_names, add_lora
 from megatron.core.peft.lora_config import EXPERTS, NAMES, LoRAConfig

@@ -36,7 +36,7 @@ from megatron.core.peft.lora import add_lora
 from megatron.core.peft.lora_config import LoRAConfig
 from megatron.core.sharding.placement import Normal
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.memory.peak_along_schedule import IN_MEMORY, KINDS
+from megatron.training.memory.forecast_memory_along_schedule import IN_MEMORY, KINDS
 from tools import lora as lora_tool
 from tools.estimating.measure import measure
 

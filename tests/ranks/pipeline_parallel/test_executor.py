@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.pipeline_parallel.executor import Executor

@@ -26,7 +26,7 @@ from megatron.core.distributed.data_parallel import DataParallelConfig, Distribu
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.loss_scaler import ConstantGradScaler
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedules import BatchShape

@@ -28,15 +28,15 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_registry
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, optimizer_flags_and_registry
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.training.build_model_and_optimizer import tie_embeddings
+from megatron.core.transformer.layer_parallel_context import LayerContext
+from megatron.training.make_chunks_optimizer_and_pipeline import tie_embeddings
 
 STEPS, BATCH, RATES = 3, 8, (1e-2, 7.5e-3, 5e-3)
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -68,7 +68,7 @@ def of_one_process(model):
     """Our own train step; the oracle knows none of Megatron's names."""
 
     def work(mesh):
-        optimizer = optimizer_registry.OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+        optimizer = optimizer_flags_and_registry.OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
         tiny = TinyTrainer(mesh, model, Layout(), global_batch=BATCH, optimizer=optimizer)
         norms = [tiny.step(number, lr=rate).grad_norm for number, rate in enumerate(RATES)]
         return norms, pieces_of_chunks(tiny.chunks, mesh, lambda p: p.data, {})

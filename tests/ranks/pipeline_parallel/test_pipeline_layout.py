@@ -18,7 +18,7 @@ from tiny_run import pieces_of_chunks, put_together
 
 import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.parallel.pipeline_layout import stages_of_layout
+from megatron.core.parallel.parse_pipeline_layout_string import stages_of_layout
 from megatron.core.pipeline_parallel.layer_split import split_by_layout
 from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import interleaved
 from megatron.core.pipeline_parallel.schedule.simulate import make_schedule, peak_live

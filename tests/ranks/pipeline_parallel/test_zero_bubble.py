@@ -14,7 +14,7 @@ from tiny_run import TINY_GPT2, Outcome, assert_equal, pieces_of_chunks, put_tog
 
 import pretrain_gpt
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 
 TOLERANCE = 1e-10
 UNTIED = replace(TINY_GPT2, untie_embeddings_and_output_weights=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout, HiddenDropout, SampleDropoutKeys
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.sharding import initial_values as draws
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import TILE, initialize_parameters, normal_box, seed_of

@@ -13,9 +13,9 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.initial_values import initialize_parameter
 from megatron.core.sharding.placement import InitialValue, Normal, Placement, XavierUniform, owned_pieces
-from megatron.core.sharding.stacked_matrices import stacked_matrices
+from megatron.core.sharding.stacked_matrices_for_init import stacked_matrices
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 
 EXPERTS, FFN, WIDTH = 8, 24, 40
 HEADS, GROUPS, HEAD = 8, 4, 10  # 2 query heads of each group

@@ -18,7 +18,7 @@ from megatron.core.sharding.initial_values import initialize_parameters, normal_
 from megatron.core.sharding.placement import Constant, pieces
 from megatron.core.tensor_parallel import linear_layers
 from megatron.core.tensor_parallel.utils import VocabUtility
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from megatron.training.utils import average_losses_across_data_parallel_group, get_ltor_masks_and_position_ids
 

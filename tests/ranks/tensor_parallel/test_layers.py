@@ -19,7 +19,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import collectives as comm
 from megatron.core.sharding.placement import Normal
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.tensor_parallel.broadcast_batch import broadcast_batch
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_batch
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_autograd import linear

@@ -12,7 +12,7 @@ from whole_run import run
 
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.training import trainer
-from megatron.training.checkpointing import save_and_load
+from megatron.training.checkpointing import save_and_load_run_state
 from megatron.training.monitor.training_log import TrainingLog
 from megatron.training.result_checks.check_runner import Guard
 
@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__name__)
 def test_a_bug_while_a_checkpoint_is_loaded_is_raised_as_it_is(place: str, bug: Exception, saved: Path, monkeypatch):
-    monkeypatch.setattr(save_and_load, place, broken(bug))
+    monkeypatch.setattr(save_and_load_run_state, place, broken(bug))
 
     def work(mesh) -> None:
         TinyTrainer(mesh, TINY_GPT2, Layout(), global_batch=1).load(saved)

@@ -8,8 +8,8 @@ from whole_run import TINY, run
 
 from megatron.core.base.dataclass_flags import ConfigError, flag_of
 from megatron.core.dist_checkpointing import manifest_format as disk
-from megatron.training.arguments.checkpoint_args import _MODEL, _TOKENIZER, words_of_setting
 from megatron.training.arguments.command_line import make_parser, parse_args
+from megatron.training.arguments.load_args_from_checkpoint import _MODEL, _TOKENIZER, words_of_setting
 
 MODEL = shlex.split(
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --swiglu --ffn-hidden-size 12 --disable-bias-linear "

@@ -12,7 +12,7 @@ from whole_run import run
 import pretrain_gpt
 from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args

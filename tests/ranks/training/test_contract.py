@@ -12,13 +12,13 @@ from torch import nn
 import pretrain_gpt
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.ops.aux_losses import AuxLosses
+from megatron.core.ops.aux_loss_collector import AuxLosses
 from megatron.core.pipeline_parallel.loss_func_results import read_step
 from megatron.core.sharding.placement import Placement
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.build import name_problems
-from megatron.training.build_model_and_optimizer import model_problems
+from megatron.training.build_model_optimizer_and_data import name_problems
+from megatron.training.make_chunks_optimizer_and_pipeline import model_problems
 
 FLAGS = split(
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 --global-batch-size 4 "

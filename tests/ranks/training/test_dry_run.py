@@ -2,9 +2,9 @@
 
 import torch
 
-from megatron.core.ops.attention.tiles import tiles_of
-from megatron.core.ops.overridable_by_torch_function_mode import blocks_to_compute
-from megatron.training.memory.fake_tensor_mode import META, ShapesOnly
+from megatron.core.ops.attention.query_tiles import tiles_of
+from megatron.core.ops.decisions_overridable_for_memory_prediction import blocks_to_compute
+from megatron.training.memory.meta_tensor_mode_and_fake_group import META, ShapesOnly
 
 
 def test_shapes_say_that_they_are_on_the_device_and_numbers_that_are_read_are_0():

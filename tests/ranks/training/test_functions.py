@@ -27,7 +27,7 @@ from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.tokenizer_registry import TOKENIZERS, NullTokenizer, TokenizerType
 from megatron.core.transformer.dot_product_attention import CoreAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from tools import checkpoint_convert
 

@@ -9,7 +9,7 @@ from layouts import Layout
 from said import tells
 
 from megatron.core.dist_checkpointing import open_checkpoint
-from megatron.training.result_checks import spike_detector
+from megatron.training.result_checks import ten_times_largest_loss_rule
 from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
@@ -21,8 +21,8 @@ DROPS = "--hidden-dropout 0.2 --nan-action stop "
 @pytest.fixture
 def anything_is_a_spike(monkeypatch):
     """From the second step on."""
-    monkeypatch.setattr(spike_detector, "SAMPLES", 4)
-    monkeypatch.setattr(spike_detector, "FACTOR", 1e-3)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 4)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "FACTOR", 1e-3)
 
 
 def dumped(folder: Path, flags: str, layout: Layout = ALONE, **how) -> str:

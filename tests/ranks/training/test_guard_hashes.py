@@ -12,17 +12,22 @@ from local_ranks import run_ranks
 from tiny_run import GPT, TINY_GPT2, TINY_LLAMA, TinyTrainer
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.offload.stored_tensor import start_reading, start_writing
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.offload.tensor_in_memory_or_file import start_reading, start_writing
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel.collectives import PeerError
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.nan_spike_and_corruption_config import GuardConfig
-from megatron.training.result_checks import replica_check
+from megatron.training.result_checks import weight_hash_across_replicas
 from megatron.training.result_checks.base_check import WrongNumbersError
 from megatron.training.result_checks.check_runner import CHECKS
-from megatron.training.result_checks.replica_check import ReplicaCheck, param_replica_differences
-from megatron.training.result_checks.state_hash_check import StateCheck, changes_since, hashes_of, resident_state
+from megatron.training.result_checks.hash_state_between_updates import (
+    StateCheck,
+    changes_since,
+    hashes_of,
+    resident_state,
+)
+from megatron.training.result_checks.weight_hash_across_replicas import ReplicaCheck, param_replica_differences
 
 HALF = replace(TINY_GPT2, fp64=False, bf16=True)
 STAGES = {
@@ -194,7 +199,9 @@ def test_a_changed_bit_stops_every_rank_before_the_next_update():
 def test_test_mode_compares_the_copies_after_each_iteration(interval: int | None, compared: list[int], monkeypatch):
     """Unless the interval of the comparisons is given."""
     iterations = []
-    monkeypatch.setattr(replica_check, "param_replica_differences", lambda *_: iterations.append(iteration) or [])
+    monkeypatch.setattr(
+        weight_hash_across_replicas, "param_replica_differences", lambda *_: iterations.append(iteration) or []
+    )
     config = GuardConfig(test_mode=True, check_weight_hash_across_dp_replicas_interval=interval)
     setting = "check_weight_hash_across_dp_replicas_interval"
     assert CHECKS[setting] is ReplicaCheck

@@ -15,10 +15,10 @@ from local_ranks import run_ranks
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.result_checks import spike_detector
+from megatron.training.checkpointing.train_state_counters import TrainState
+from megatron.training.result_checks import ten_times_largest_loss_rule
 from megatron.training.result_checks.base_check import WrongNumbersError
-from megatron.training.result_checks.spike_detector import SpikeDetector
+from megatron.training.result_checks.ten_times_largest_loss_rule import SpikeDetector
 from megatron.training.rewindable_batches import RewindableBatches
 from megatron.training.step import NotFiniteError
 from megatron.training.trainer import Trainer
@@ -164,7 +164,7 @@ FEW = "--check-for-spiky-loss --check-for-large-grads "
 @pytest.mark.parametrize("layout", [Layout(), pytest.param(Layout(dp=2, pp=2), marks=pytest.mark.sweep)], ids=str)
 def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd, monkeypatch):
     """Sample 9 has a loss thirty times as large, from the third step on 8 microbatches are known."""
-    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
     run_ranks(
         layout.sizes, lambda mesh: run(FEW + " ".join(layout.flags), spoil=spoil, mesh=mesh), stages=layout.stages
@@ -182,7 +182,7 @@ def test_a_bad_batch_is_a_spike_and_reported_by_microbatch(layout: Layout, capfd
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=2, dp=2, pp=2)], ids=str)
 def test_the_loss_of_a_spike_is_that_of_the_whole_microbatch(layout: Layout, capfd, monkeypatch):
     """One process is the oracle: a context-parallel rank has half of a sample's tokens, and each half another mean."""
-    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
 
     def told(layout: Layout) -> set[tuple[str, float, float]]:
@@ -198,7 +198,7 @@ def test_the_loss_of_a_spike_is_that_of_the_whole_microbatch(layout: Layout, cap
 @pytest.mark.full
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_a_spike_skips_or_stops_as_asked(action: str, monkeypatch):
-    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
     flags = f"{FEW} --spike-action {action}"
     if action == "stop":
@@ -210,7 +210,7 @@ def test_a_spike_skips_or_stops_as_asked(action: str, monkeypatch):
 
 @pytest.mark.full
 def test_a_large_gradient_is_found_where_the_loss_is_usual(capfd, monkeypatch):
-    monkeypatch.setattr(spike_detector, "SAMPLES", 2)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 2)
     spoil = lambda sample, loss: loss.detach() + 60 * (loss - loss.detach()) if sample == 13 else loss  # noqa: E731
     run_ranks({}, lambda mesh: run(FEW, spoil=spoil, mesh=mesh))
     printed = capfd.readouterr().out
@@ -219,7 +219,7 @@ def test_a_large_gradient_is_found_where_the_loss_is_usual(capfd, monkeypatch):
 
 @pytest.mark.full
 def test_a_spike_that_does_not_come_again_stops_the_run(monkeypatch):
-    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 8)
     (told,) = stopped(WrongNumbersError, FEW, spoil=once(9, 30.0))
     assert "a device computes wrongly" in told and "This was iteration 3" in told
 
@@ -228,7 +228,7 @@ def test_a_spike_that_does_not_come_again_stops_the_run(monkeypatch):
 @pytest.mark.parametrize("stage", [pytest.param("", marks=pytest.mark.sweep), "--zero-stage 3"])
 def test_a_reported_step_is_trained_with_the_numbers_it_had(stage: str, monkeypatch):
     """The step that is computed again leaves the same bits as the one that is computed once."""
-    monkeypatch.setattr(spike_detector, "SAMPLES", 8)
+    monkeypatch.setattr(ten_times_largest_loss_rule, "SAMPLES", 8)
     spoil = lambda sample, loss: loss * 30 if sample == 9 else loss  # noqa: E731
 
     def weights(flags: str) -> list[Tensor]:

@@ -9,7 +9,7 @@ from layouts import Layout
 from local_ranks import run_ranks
 
 from megatron.training.result_checks.base_check import WrongNumbersError
-from megatron.training.result_checks.rerun_microbatch import (
+from megatron.training.result_checks.rerun_first_microbatch_every_interval import (
     COMPUTED,
     RECEIVED,
     SENT,

@@ -15,11 +15,11 @@ from whole_run import TINY
 import pretrain_gpt
 from megatron.core.dist_checkpointing import load_whole_tensors
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.gather_whole_tensors import part_of_whole, whole_tensor
+from megatron.core.sharding.gather_and_split_whole_tensors import part_of_whole, whole_tensor
 from megatron.core.sharding.initial_values import InitializesFromWeights
 from megatron.core.sharding.placement import Constant, Placement
+from megatron.core.tensor_parallel.exchange_parallel_linears_for_adapters import replace_linears
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.replace_parallel_linears import replace_linears
 
 MODEL = " --num-layers 2 --hidden-size 24 --num-attention-heads 4 --override-opt_param-scheduler --lr-decay-iters 9 "
 LLAMA = (

@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
-from megatron.training import build
+from megatron.training import build_model_optimizer_and_data
 from megatron.training.global_vars import get_runtime
 from megatron.training.memory import memory_check, oom_advice
 
@@ -51,7 +51,7 @@ def build_all(mesh: Mesh, name: str, flags: str) -> None:
 def test_a_state_that_cannot_fit_is_refused_before_it_is_made(name, sizes, flags, monkeypatch):
     """Of all ranks of the machine together: each of four has a quarter, and what they need is what one would."""
     monkeypatch.setattr(memory_check, "free_on_machine", lambda: 300_000)
-    monkeypatch.setattr(build, "initialize_parameters", None)  # nothing is written
+    monkeypatch.setattr(build_model_optimizer_and_data, "initialize_parameters", None)  # nothing is written
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" if sizes else ""
     with pytest.raises(Exception, match=r"need .* KiB, and 292.97 KiB are free") as refused:
         run_ranks(sizes, partial(build_all, name=name, flags=f"{layout} {flags}"))
@@ -71,7 +71,7 @@ def test_it_starts_all_the_same_where_that_is_asked_for(monkeypatch, capsys):
 def test_a_model_of_175_billion_is_refused_without_being_made(monkeypatch, capsys):
     """Its 2.5 TiB are counted and never touched."""
     monkeypatch.setattr(memory_check, "free_on_machine", lambda: 23 * 2**30)
-    monkeypatch.setattr(build, "initialize_parameters", None)
+    monkeypatch.setattr(build_model_optimizer_and_data, "initialize_parameters", None)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     gpt3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51199"
     with pytest.raises(Exception, match=r"need 2\.\d\d TiB, and 23\.00 GiB are free"):

@@ -22,8 +22,8 @@ from megatron.core.ops import cblas_gemm_bf16bf16f32
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel import linear_autograd
 from megatron.training.memory import memory_check
-from megatron.training.memory.dry_run import dry_run, mesh_of
-from megatron.training.memory.peak_along_schedule import KINDS, forecast, predicted_of
+from megatron.training.memory.dry_run_of_one_rank import dry_run, mesh_of
+from megatron.training.memory.forecast_memory_along_schedule import KINDS, forecast, predicted_of
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 from megatron.training.training import pretrain
 from tools.estimating.job import read

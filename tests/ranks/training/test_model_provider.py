@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.training.build_model_and_optimizer import should_pass_vp_stage
+from megatron.training.make_chunks_optimizer_and_pipeline import should_pass_vp_stage
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from whole_run import TINY
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
-from megatron.core.distributed.buffer_sync import BufferSync, ChangesAtStepEnd
+from megatron.core.distributed.sync_persistent_module_buffers import BufferSync, ChangesAtStepEnd
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
 from megatron.core.sharding.placement import Placement
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.training.checkpointing.module_buffers import digest
 from tools import checkpoint_inspect
 

@@ -17,12 +17,12 @@ from script_run import trainer_of
 from whole_run import run
 
 import pretrain_gpt
-from megatron.convert.read_hf_vocabulary import read_vocabulary
+from megatron.convert.read_hf_token_to_id import read_vocabulary
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
 from megatron.core.sharding.boxes import whole
 from megatron.core.sharding.initial_values import normal_box
-from megatron.core.tokenizers.vocabulary_diff import (
+from megatron.core.tokenizers.vocabulary_changes_and_embedding_rows import (
     RowRun,
     changed_or_lost_tokens,
     rows_by_id,

@@ -13,7 +13,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention.kernels import KERNELS, Kernel
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
 from megatron.core.optimizer.param_groups import default_group
-from megatron.training.memory import peak_along_schedule
+from megatron.training.memory import forecast_memory_along_schedule
 
 RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --micro-batch-size 1 --train-iters 1 "
@@ -56,7 +56,7 @@ def test_an_optimizer_that_one_stage_refuses_ends_all(never, monkeypatch, predic
         return replace(group, optimizer="matrices") if ".layers.1." in name and len(placement.shape) == 2 else group
 
     if not predicted:
-        monkeypatch.setattr(peak_along_schedule, "dry_run", None)
+        monkeypatch.setattr(forecast_memory_along_schedule, "dry_run", None)
     ends = ends_of("--zero-stage 2", group_of=group_of)
     for end in ends:
         assert tells(end, "--optimizer matrices --zero-stage 2 --zero-stage 1")

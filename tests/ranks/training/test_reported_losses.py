@@ -27,7 +27,7 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate_window_chosen_by_iteration import evaluate
 from megatron.training.monitor.training_log import Interval, StepNumbers, TrainingLog, training_line
 
 SMOOTHING, Z, WORDS = 0.2, 0.01, 60

@@ -21,7 +21,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.storage import file_layer
 from megatron.core.storage.file_layer import LocalFiles
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
 from megatron.training.initialize import parse_and_check_settings
 
 

@@ -19,7 +19,7 @@ from script_run import trainer_of
 import pretrain_gpt
 from megatron.core import num_microbatches_calculator
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.evaluate import first_sample_and_batches
+from megatron.training.evaluate_window_chosen_by_iteration import first_sample_and_batches
 from megatron.training.monitor.training_log import StepNumbers
 from megatron.training.trainer import Trainer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.distributed.data_parallel import DataParallelConfig
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.parallel.mesh import Mesh
 
 _MODELS = [pytest.param("llama"), pytest.param("gpt2", marks=pytest.mark.full)]

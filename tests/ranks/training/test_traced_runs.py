@@ -21,11 +21,11 @@ RUNS = {
     "global copies": COPIES + "global",
 }
 # They change nothing and read nothing: whether two names are one folder, where links of a folder lead; and the lock of --save.
-LOCK = ("open", "training.checkpointing.save_folder._lock")
+LOCK = ("open", "training.checkpointing.check_and_lock_save_folder._lock")
 ALLOWED = {
     "core.storage.path_or_url.same_folder",
     "training.checkpointing.non_persistent_checkpoint._name_of",
-    "convert.formats.read_hf_config_and_headers.path_inside",
+    "convert.formats.hf_config_and_safetensors_headers.path_inside",
 }
 
 

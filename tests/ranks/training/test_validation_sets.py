@@ -24,9 +24,9 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.arguments.config import TrainingConfig
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.train_state_counters import TrainState
+from megatron.training.named_and_padded_validation_sets import PaddedSet, evaluated_sets
 from megatron.training.num_samples import samples_to_request
-from megatron.training.validation_sets import PaddedSet, evaluated_sets
 
 MODEL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --fp64 --micro-batch-size 2 --lr 1e-2 "

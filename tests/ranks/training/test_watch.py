@@ -9,7 +9,7 @@ from tiny_run import GPT2, LLAMA, Layout, TinyTrainer, my_pieces, put_together
 
 from megatron.core.distributed.data_parallel import DataParallelConfig
 from megatron.core.distributed.params_norm_and_zeros import num_zeros_in_grad, params_norm
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.timers import Timers
 from megatron.training.arguments.monitor_config import ProfileConfig

@@ -1,4 +1,4 @@
-"""`megatron.training.zero_engine.Engine` over ranks as threads: loops and modules as scripts have them, against plain torch."""
+"""`megatron.training.zero_engine_for_any_module.Engine` over ranks as threads: loops and modules as scripts have them, against plain torch."""
 
 import importlib
 import sys
@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_ten
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.optimizer.deepspeed_lr_schedules import OneCycle
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
-from megatron.training.zero_engine import Engine, EngineConfig
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
+from megatron.training.zero_engine_for_any_module import Engine, EngineConfig
 
 X = torch.randn(3, 12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

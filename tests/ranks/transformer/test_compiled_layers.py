@@ -21,8 +21,8 @@ from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
-from megatron.core.transformer.compiled_layer import WholeLayerPrograms
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.compile_before_and_after_attention import WholeLayerPrograms
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer

@@ -9,7 +9,7 @@ from local_ranks import run_ranks
 from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, Outcome, Texts, assert_equal, build, run
 from torch import Tensor
 
-from megatron.core.ops.attention.masks import Documents
+from megatron.core.ops.attention.document_and_window_masks import Documents
 
 TOLERANCE = 1e-10
 LEARNED = replace(GPT2, num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)

@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.sharding.initial_values import initialize_parameter
 from megatron.core.sharding.placement import Constant, Placement
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig

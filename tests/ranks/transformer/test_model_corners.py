@@ -18,17 +18,17 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import open_checkpoint, save_checkpoint
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.sharding.boxes import slices
 from megatron.core.sharding.placement import pieces
 from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 from megatron.core.tensor_parallel.linear_layers import TensorParallel
 from megatron.core.transformer.attention import ParallelAttention
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.checkpointing.save_and_load import sharded_model_state, sharded_optimizer_state
+from megatron.training.checkpointing.save_and_load_run_state import sharded_model_state, sharded_optimizer_state
 
 pytestmark = pytest.mark.full  # the fast set keeps the covering pairs of test_parity.py
 

@@ -13,7 +13,7 @@ from tiny_run import LLAMA, SEQ, VOCAB, Layout, build_chunks
 from torch import Tensor
 
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
+from megatron.core.transformer.activation_norm_placement_multiplier_config import NORM_PLACEMENTS
 from megatron.core.transformer.model_config import ModelConfig
 
 BASE = replace(LLAMA, num_layers=3, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=12)

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.ops.aux_losses import objective_of
+from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
 from megatron.core.transformer.moe.moe_layer import ParallelMoE
-from megatron.core.transformer.moe.route_replay import RouteReplay
-from megatron.core.transformer.recompute_in_backward import recompute_in_backward
+from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
 
 E, H, F, S, SAMPLES, COEFFICIENT = 4, 16, 32, 8, 4, 0.05
 LAYER = ModelConfig(

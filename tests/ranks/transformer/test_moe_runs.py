@@ -22,16 +22,16 @@ from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.inference import load_gpt, read_saved_settings
 from megatron.core.inference.generate import generate_batch
 from megatron.core.inference.load_model import single_rank_mesh
-from megatron.core.inference.sampling import greedy
+from megatron.core.inference.top_k_top_p_sampling import greedy
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.flops import stage_flops
+from megatron.core.ops.count_flops_by_module import stage_flops
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.training.memory.peak_along_schedule import KINDS
-from megatron.training.model_flops import ModelShape
+from megatron.training.closed_form_model_flops import ModelShape
+from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
 from tools.estimating.measure import measure
 

@@ -26,7 +26,7 @@ from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.pipeline_parallel.schedules import BatchShape
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.recompute_in_backward import discard_and_recompute, recompute_in_backward
+from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute, recompute_in_backward
 
 MODELS = {"gpt2": replace(TINY_GPT2, num_layers=2), "llama": replace(TINY_LLAMA, num_layers=2)}
 MODULES = [["mlp"], ["layernorm"], ["core_attn", "mlp", "layernorm"]]

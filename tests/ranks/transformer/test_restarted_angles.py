@@ -11,7 +11,7 @@ from said import tells
 from script_run import settings_of, trainer_of
 
 import pretrain_gpt
-from megatron.core.datasets.gpt_samples import TokenRules, training_item
+from megatron.core.datasets.gpt_dataset_and_builder import TokenRules, training_item
 from megatron.core.dist_checkpointing import manifest_format
 from megatron.core.parallel.mesh import Mesh
 

@@ -17,7 +17,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
-from megatron.core.ops.attention import sliding_window
+from megatron.core.ops.attention import sliding_window_sdpa
+from megatron.core.ops.attention.document_and_window_masks import Documents, Mask, Window, hidden_keys, with_window
 from megatron.core.ops.attention.kernels import (
     KERNELS,
     AttentionCase,
@@ -26,15 +27,14 @@ from megatron.core.ops.attention.kernels import (
     unfused_attention,
 )
 from megatron.core.ops.attention.kv_cache import KeyValueCache
-from megatron.core.ops.attention.masks import Documents, Mask, Window, hidden_keys, with_window
-from megatron.core.ops.attention.sliding_window import blocks_of
+from megatron.core.ops.attention.sliding_window_sdpa import blocks_of
 from megatron.core.transformer.layer_freq_pattern import read_pattern
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.sliding_window_config import read_window
+from megatron.core.transformer.parse_sliding_window import read_window
 from megatron.core.transformer.transformer_config import model_config
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.arguments.config_diff import compare
+from megatron.training.arguments.compare_settings_with_checkpoint import compare
 
 # ---------------------------------------------------------------- which layers, which keys
 
@@ -154,7 +154,7 @@ def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str,
         (3, 16, 2, 7),
         (2, 2, 2, 9),
     ]:
-        monkeypatch.setattr(sliding_window, "_ROWS_ON_CPU", rows)
+        monkeypatch.setattr(sliding_window_sdpa, "_ROWS_ON_CPU", rows)
         mask, results = with_window(masks(2, s)[within], before, s), []
         generator = torch.Generator().manual_seed(before)
         shapes = [(2, 4, s, 8), (2, groups, s, 8), (2, groups, s, 8), (2, 4, s, 8)]
@@ -168,7 +168,7 @@ def test_the_fused_kernel_equals_the_plain_one_forward_and_backward(within: str,
 
 def test_later_tokens_of_a_cache_see_their_window(monkeypatch):
     """Queries that are the last of the keys, causal and with a mask, in one block and in several."""
-    monkeypatch.setattr(sliding_window, "_ROWS_ON_CPU", 2)
+    monkeypatch.setattr(sliding_window_sdpa, "_ROWS_ON_CPU", 2)
     q, k, v = (torch.randn(2, heads, 9, 8, dtype=torch.float64) for heads in (4, 2, 2))
     whole = unfused_attention(q, k, v, Window(3, None), lambda probabilities: probabilities)
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
@@ -279,7 +279,7 @@ def test_nothing_of_s_times_s_is_made_or_kept(within: str):
         with saved_tensors_hooks(keep, lambda x: x):
             out = fused_attention(q, k, v, mask, lambda probabilities: probabilities)
         out.sum().backward()
-    block = sliding_window._ROWS_ON_CPU * (before + sliding_window._ROWS_ON_CPU + 15)
+    block = sliding_window_sdpa._ROWS_ON_CPU * (before + sliding_window_sdpa._ROWS_ON_CPU + 15)
     assert largest.elements <= max(block, heads * s * width) < s * s / 16
     shared = block * (1 if within == "causal" else 3)  # of each document
     assert sum(kept.values()) <= 4 * (4 * heads * s * width + heads * s + shared), "q, k, v, out, and a number a row"

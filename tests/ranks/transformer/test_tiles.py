@@ -12,7 +12,7 @@ from tiny_run import GPT2, LLAMA, SEQ, VOCAB, Layout, assert_equal, build, run, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
-from megatron.core.offload.state_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.model_config import ModelConfig
 

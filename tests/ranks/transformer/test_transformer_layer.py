@@ -22,11 +22,11 @@ from megatron.core.parallel import global_state
 from megatron.core.parallel.stage_to_rank import loop
 from megatron.core.sharding.placement import Constant
 from megatron.core.transformer import module, transformer_layer
-from megatron.core.transformer.activation_and_norm_config import NORM_PLACEMENTS
+from megatron.core.transformer.activation_norm_placement_multiplier_config import NORM_PLACEMENTS
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.layer_build_context import LayerContext
-from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.numbered_layers import NumberedLayers

@@ -21,11 +21,11 @@ KEYS = ("text_enc", "enc_mask", "text_dec", "labels", "loss_mask")
 def batches(text: Path) -> None:
     """TEXT: speeches with an empty line between them; eight are a document."""
     sys.path.insert(0, str(ROOT))
+    from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
     from megatron.core.datasets.data_config import DataConfig
-    from megatron.core.datasets.mask_selection import MaskedDataConfig
     from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
     from megatron.core.tokenizers import build_tokenizer
-    from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+    from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 
     speeches = text.read_text().split("\n\n")[:800]
     with tempfile.TemporaryDirectory() as folder:

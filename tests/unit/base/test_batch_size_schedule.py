@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from said import tells_each
 
-from megatron.core.base.batch_size_schedule import BatchSizes, constant_size, parse_sizes_by_tokens, ramp
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.global_batch_size_schedule import BatchSizes, constant_size, parse_sizes_by_tokens, ramp
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validation import check

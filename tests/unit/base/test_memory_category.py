@@ -5,7 +5,12 @@ import threading
 import pytest
 import torch
 
-from megatron.core.base.memory_category import ACTIVATIONS, current_memory_kind, memory_kind, set_memory_kind
+from megatron.core.base.label_allocations_by_memory_kind import (
+    ACTIVATIONS,
+    current_memory_kind,
+    memory_kind,
+    set_memory_kind,
+)
 from megatron.training.memory.track_memory_by_kind import MemoryTracker
 
 

@@ -6,7 +6,7 @@ from said import raises_telling
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.ops.attention.kernels import KERNELS, Kernel
 from megatron.core.optimizer import OPTIMIZERS, UpdateRule
-from megatron.core.optimizer.optimizer_registry import OptimizerConfig
+from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.pipeline_parallel import SCHEDULES
 from megatron.core.tokenizers import TOKENIZERS, TokenizerType
 

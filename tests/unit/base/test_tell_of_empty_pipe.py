@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base import tell_of_empty_pipe
+from megatron.core.base import warn_waiting_on_named_pipe
 from megatron.core.datasets import data_config
 from megatron.training.arguments.command_line import settings_in_file
 
@@ -20,8 +20,8 @@ def test_a_pipe_that_nobody_writes_is_named(flag: str, tmp_path: Path, monkeypat
         lines.append(text)
         said.set()
 
-    monkeypatch.setattr(tell_of_empty_pipe, "SECONDS", 0.01)
-    monkeypatch.setattr(tell_of_empty_pipe, "print_stderr", record)
+    monkeypatch.setattr(warn_waiting_on_named_pipe, "SECONDS", 0.01)
+    monkeypatch.setattr(warn_waiting_on_named_pipe, "print_stderr", record)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     content = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizer_folders import FOLDERS, TEXTS, write_in
 
-from megatron.convert.hf_origin import Provenance, readable_by_transformers_4
+from megatron.convert.hf_provenance_and_tokenizer_files import Provenance, readable_by_transformers_4
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.hf_special_tokens import TokenizerFiles, special_tokens_by_version

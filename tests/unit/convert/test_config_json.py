@@ -6,7 +6,7 @@ import re
 import pytest
 from published import CONFIGS
 
-from megatron.convert.families.config_json import config_of, settings_of
+from megatron.convert.families.read_and_write_hf_config import config_of, settings_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import has_conv1d
 from megatron.core.base.dataclass_flags import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from token_files import write
 
 from megatron.convert import model_from_hf_config, open_any
-from megatron.convert.formats.read_torch_file import read_torch_file
+from megatron.convert.formats.torch_save_tensor_offsets import read_torch_file
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lfs_pointer import LFS_POINTER
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron.convert import open_any
-from megatron.convert.formats import pickle_as_data, read_torch_file
+from megatron.convert.formats import pickle_as_data, torch_save_tensor_offsets
 from megatron.convert.formats.pickle_as_data import PickleError, read_pickle
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError
@@ -312,7 +312,7 @@ def test_the_work_of_a_pickle_is_bounded(monkeypatch):
 
 
 def test_a_pickle_larger_than_any_needs_is_not_read(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(read_torch_file, "MOST_BYTES", 500)
+    monkeypatch.setattr(torch_save_tensor_offsets, "MOST_BYTES", 500)
     assert "at most 500 can be read" in refused(written(tmp_path))
 
 
@@ -337,7 +337,10 @@ def test_tensors_of_a_torch_file_lie_where_it_is_said(tmp_path: Path):
     made["parameter"] = torch.nn.Parameter(torch.ones(2, 1))
     for zipped in (True, False):
         torch.save(made, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-        data, file = (tmp_path / "x.pt").read_bytes(), read_torch_file.read_torch_file(tmp_path / "x.pt", "x.pt")
+        data, file = (
+            (tmp_path / "x.pt").read_bytes(),
+            torch_save_tensor_offsets.read_torch_file(tmp_path / "x.pt", "x.pt"),
+        )
         for name, x in made.items():
             place = file.tensor(file.values[name])
             assert place.shape == tuple(x.shape) and place.dtype == str(x.dtype).removeprefix("torch.")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.convert.hf_origin import write_aux_files
-from megatron.convert.read_hf_vocabulary import read_bos_eos_ids
-from megatron.convert.tokenizer_files import files_of_tokenizer
+from megatron.convert.hf_provenance_and_tokenizer_files import write_aux_files
+from megatron.convert.read_hf_token_to_id import read_bos_eos_ids
+from megatron.convert.write_tokenizer_as_hf_files import files_of_tokenizer
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
+from megatron.core.tokenizers.tokenizer_sha256 import tokenizer_sha256
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
-from megatron.core.datasets.data_loader import CyclicDataset, batches, loader
-from megatron.training.evaluate import first_sample_and_batches
+from megatron.core.datasets.data_parallel_sampler_and_loader import CyclicDataset, batches, loader
+from megatron.training.evaluate_window_chosen_by_iteration import first_sample_and_batches
 
 
 class Numbers:

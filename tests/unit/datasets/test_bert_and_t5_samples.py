@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.datasets import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset, batched_attention_masks
-from megatron.core.datasets.mask_selection import MaskingRules, WordPieces
+from megatron.core.datasets.choose_masked_spans import MaskingRules, WordPieces
 from megatron.core.datasets.sentence_sample_map import SampleRequest, build_sample_map, mersenne_twister_64
 
 CLS, SEP, MASK, PAD, BOS, EOS = 1, 2, 3, 0, 4, 5

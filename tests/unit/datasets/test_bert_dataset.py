@@ -9,7 +9,7 @@ from token_files import WORD_PIECES as TOKENIZER, write_sentences
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.bert_dataset_builder import MockBertDataset, build_bert_datasets
-from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 
 S = 16
 MASKING = MaskedDataConfig()

@@ -13,9 +13,9 @@ from said import tells, tells_each
 from token_files import WORD_PIECES, write as write_documents
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.datasets import DataConfig, blend, build_gpt_datasets
+from megatron.core.datasets import DataConfig, blending_indices_and_dataset, build_gpt_datasets
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
-from megatron.core.datasets.blend import (
+from megatron.core.datasets.blending_indices_and_dataset import (
     Blend,
     BlendedDataset,
     BlendIndices,
@@ -26,9 +26,9 @@ from megatron.core.datasets.blend import (
     sufficient_surplus,
     weighted_indices,
 )
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mask_selection import MaskedDataConfig
 from megatron.core.datasets.utils import Split
 
 TOKENIZER = types.SimpleNamespace(vocab_size=1000, eod=999, pad=None)
@@ -62,10 +62,12 @@ def test_lanes_that_walk_at_once_make_the_choices_of_one(monkeypatch):
     weights = [[dice.random() for _ in range(3)], [2.0, 1.0, 1.0], [1.0, 1e-3, 2e-4], [0.3, 0.3, 0.1, 0.1, 0.1, 0.1]]
     weights += [[dice.choice([1.0, 0.5, 1e-3, dice.random()]) for _ in range(15)]]
     walks = []
-    walk = blend._choose
-    monkeypatch.setattr(blend, "_choose", lambda *arguments: walks.append(arguments) or walk(*arguments))
-    monkeypatch.setattr(blend, "_CANDIDATES", 8)
-    monkeypatch.setattr(blend, "_BLOCK", 7)
+    walk = blending_indices_and_dataset._choose
+    monkeypatch.setattr(
+        blending_indices_and_dataset, "_choose", lambda *arguments: walks.append(arguments) or walk(*arguments)
+    )
+    monkeypatch.setattr(blending_indices_and_dataset, "_CANDIDATES", 8)
+    monkeypatch.setattr(blending_indices_and_dataset, "_BLOCK", 7)
     for some in weights:
         shares, size = normalized(some), 100 * len(some)
         indices = weighted_indices(shares, size)

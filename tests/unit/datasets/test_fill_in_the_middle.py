@@ -9,7 +9,7 @@ from token_files import write as write_documents
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, build_gpt_datasets
-from megatron.core.datasets.data_loader import batches
+from megatron.core.datasets.data_parallel_sampler_and_loader import batches
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig, token_id
 from megatron.core.tokenizers.tokenizer_registry import NullTokenizer
 from megatron.training.arguments.command_line import parse_args

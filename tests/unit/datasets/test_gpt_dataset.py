@@ -15,8 +15,8 @@ from token_files import write
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig, GPTDataset, IndexedDataset, MockGPTDataset, build_gpt_datasets
-from megatron.core.datasets.data_loader import batches, micro_batch_ids
-from megatron.core.datasets.gpt_samples import TokenRules, training_item
+from megatron.core.datasets.data_parallel_sampler_and_loader import batches, micro_batch_ids
+from megatron.core.datasets.gpt_dataset_and_builder import TokenRules, training_item
 from megatron.core.datasets.index_cache import content_fingerprint
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 

@@ -9,8 +9,8 @@ from token_files import WORD_PIECES as TOKENIZER, write_sentences
 
 from megatron.core.datasets import DataConfig, build_gpt_datasets, index_cache as cache_module
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.mask_selection import MaskedDataConfig
 
 S, FLIPS = 16, 40
 

@@ -12,13 +12,13 @@ from megatron.core.datasets import DataConfig, IndexedDataset, MockGPTDataset, b
 from megatron.core.datasets.bert_and_t5_samples import BertDataset, T5Dataset
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig, MaskingRules, WordPieces
 from megatron.core.datasets.fill_in_the_middle import FimConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.gpt_samples import TokenRules
-from megatron.core.datasets.mask_selection import MaskedDataConfig, MaskingRules, WordPieces
+from megatron.core.datasets.gpt_dataset_and_builder import TokenRules
 from megatron.core.datasets.pad_token_is_text import pad_is_text
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig, build_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -11,7 +11,7 @@ from token_files import write
 from written_caches import write_cache
 
 from megatron.core.datasets import DataConfig, IndexedDataset, build_gpt_datasets
-from megatron.core.datasets.blend import exhaustive_indices, weighted_indices
+from megatron.core.datasets.blending_indices_and_dataset import exhaustive_indices, weighted_indices
 from megatron.core.datasets.index_map import IndexRequest, build_indices
 from megatron.core.datasets.read_megatron_index_cache import index_problem
 

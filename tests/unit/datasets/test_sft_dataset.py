@@ -11,8 +11,8 @@ from sft_folder import CHATML, CHATML_BLOCKS, SPECIAL, VOCABULARY, chats, write_
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.encode_sft_records import SFTEncoder, UnusableRecord, marked_text
 from megatron.core.datasets.sft_dataset import SFTDataset, build_sft_datasets, make_encoder, pack
-from megatron.core.datasets.sft_examples import SFTEncoder, UnusableRecord, marked_text
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 
 END = VOCABULARY - 1

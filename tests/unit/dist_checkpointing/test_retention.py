@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.checkpoint_folder import (
     pointer_text_with_check_digit,
     saved_iterations,
 )
-from megatron.core.dist_checkpointing.commit import try_clear_leftovers
+from megatron.core.dist_checkpointing.publish_by_rename_and_cleanup import try_clear_leftovers
 from megatron.core.dist_checkpointing.retention import delete_older
 from megatron.core.storage import file_layer
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from said import tells
 
-from megatron.core.distributed.comm_volume import BufferSizes, comm_volume_by_stage_line, step_comm_volume
+from megatron.core.distributed.zero_stage_comm_volume import BufferSizes, comm_volume_by_stage_line, step_comm_volume
 
 P = 3 * 2**20
 ONE = BufferSizes(P, shared_numel=0, param_bytes=1, sum_bytes=1, sent_bytes=1)  # bytes are elements

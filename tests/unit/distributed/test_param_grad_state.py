@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.bucket_reduce_and_gather import Bucket
 from megatron.core.distributed.param_grad_state import ParamGradSink
 
 RUNS = {"a": (0, 3), "b": (4, 6), "c": (6, 7)}  # 3 and 7 are gaps of alignment

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from megatron.evaluation.metrics import adjusted_perplexity, first_largest, mean_metric
-from megatron.evaluation.results import TaskResult, as_json, table
-from megatron.evaluation.tasks import (
+from megatron.evaluation.eval_task_requests_and_metrics import (
     ChoiceTask,
     LambadaTask,
     LikelihoodTask,
@@ -20,8 +18,10 @@ from megatron.evaluation.tasks import (
     plain_document,
     wikitext_page,
 )
-from megatron.evaluation.text_requests import TextEncoder, overlapping_windows, rolling_windows
-from megatron.evaluation.wikitext import detokenized
+from megatron.evaluation.perplexity_and_mean_stderr import adjusted_perplexity, first_largest, mean_metric
+from megatron.evaluation.results import TaskResult, as_json, table
+from megatron.evaluation.tokenize_and_window_requests import TextEncoder, overlapping_windows, rolling_windows
+from megatron.evaluation.wikitext_detokenizer import detokenized
 
 
 class Said(NamedTuple):

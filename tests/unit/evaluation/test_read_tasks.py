@@ -7,8 +7,7 @@ import pytest
 from token_files import write
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.evaluation.read_tasks import ReadOptions, read_task, read_tasks
-from megatron.evaluation.tasks import (
+from megatron.evaluation.eval_task_requests_and_metrics import (
     ChoiceTask,
     LambadaTask,
     LikelihoodTask,
@@ -17,6 +16,7 @@ from megatron.evaluation.tasks import (
     WikitextTask,
     wikitext_page,
 )
+from megatron.evaluation.read_tasks_by_first_line import ReadOptions, read_task, read_tasks
 
 
 def lines(path: Path, *records: object) -> str:

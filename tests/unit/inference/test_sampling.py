@@ -11,7 +11,7 @@ import torch
 from said import raises_telling
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.inference.sampling import (
+from megatron.core.inference.top_k_top_p_sampling import (
     SamplingConfig,
     chooser,
     distribution,

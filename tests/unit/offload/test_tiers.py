@@ -18,22 +18,22 @@ from said import tells
 
 from megatron.core.base.async_handle import done
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.distributed.bucket import Bucket
+from megatron.core.distributed.bucket_reduce_and_gather import Bucket
 from megatron.core.offload import checksummed_file
 from megatron.core.offload.checksummed_file import BlockFile, OffloadError
 from megatron.core.offload.host_and_file_stores import FileOffloadStore, FileTensor, HostOffloadStore
 from megatron.core.offload.offload_folder import RankFolder, offload_folder_conflicts, remove_surplus_rank_folders
-from megatron.core.offload.offload_fraction import cut_by_fraction, cut_in_slices
-from megatron.core.offload.state_offload_config import OffloadConfig
-from megatron.core.offload.stored_tensor import copy_stored, read_parts, start_reading, start_writing
+from megatron.core.offload.optimizer_and_param_offload_config import OffloadConfig
+from megatron.core.offload.optimizer_offload_fraction import cut_by_fraction, cut_in_slices
+from megatron.core.offload.tensor_in_memory_or_file import copy_stored, read_parts, start_reading, start_writing
 from megatron.core.optimizer.adam_and_sgd import UpdateStep, adam_update
 from megatron.core.optimizer.cpu_offloading import sliced_update
 from megatron.core.optimizer.cpu_offloading.sliced_update import Segment, SlicedUpdater
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.rank_grid import ALONE
-from megatron.training.memory.free_host_memory import free_below_rlimit_data, free_on_machine
 from megatron.training.memory.memory_check import disk_and_memory_problems
-from megatron.training.memory.predicted_bytes_by_tier import Element, amount, bytes_line, predicted_bytes_by_tier
+from megatron.training.memory.read_free_host_memory import free_below_rlimit_data, free_on_machine
+from megatron.training.memory.zero_state_bytes_by_tier import Element, amount, bytes_line, predicted_bytes_by_tier
 
 ROOT = Path(__file__).parents[3]
 BLOCK, KINDS = 64, ("exp_avg", "exp_avg_sq")
@@ -89,7 +89,7 @@ def test_boxes_of_a_file_tensor_are_those_of_a_tensor(tier):
 
 
 def test_copies_between_file_and_memory_convert(tier, monkeypatch):
-    monkeypatch.setattr("megatron.core.offload.stored_tensor._CHUNK", 256)
+    monkeypatch.setattr("megatron.core.offload.tensor_in_memory_or_file._CHUNK", 256)
     source, there, back = torch.randn(333), tier.zeros(333, torch.bfloat16), torch.zeros(333)
     copy_stored(there, source)
     copy_stored(back, there)

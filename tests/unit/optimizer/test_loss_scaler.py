@@ -8,7 +8,7 @@ from said import tells
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.optimizer.loss_scaler import ConstantGradScaler, DynamicGradScaler, LossScaleConfig, make_grad_scaler
-from megatron.core.optimizer.lr_schedule import LearningRateConfig, RunLength, learning_rate_schedule
+from megatron.core.optimizer.lr_wd_schedule_by_samples import LearningRateConfig, RunLength, learning_rate_schedule
 from megatron.core.optimizer.param_groups import ParamGroup, default_group
 from megatron.core.sharding.placement import Placement
 

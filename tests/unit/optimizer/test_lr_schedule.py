@@ -8,7 +8,7 @@ import pytest
 from said import tells, tells_each
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.optimizer.lr_schedule import (
+from megatron.core.optimizer.lr_wd_schedule_by_samples import (
     LearningRateConfig,
     LearningRateSchedule,
     RunLength,

@@ -13,7 +13,12 @@ from said import tells
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel import init_and_destroy_distributed as job
-from megatron.core.parallel.detect_lost_ranks import LivenessClient, LivenessServer, UnreachableError, ranks_as_text
+from megatron.core.parallel.detect_lost_ranks_by_tcp import (
+    LivenessClient,
+    LivenessServer,
+    UnreachableError,
+    ranks_as_text,
+)
 
 
 @pytest.fixture

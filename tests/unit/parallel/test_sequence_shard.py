@@ -9,7 +9,7 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.context_parallel.causal_blocks import blocks_between, tiles_between
 from megatron.core.parallel.parallel_config import ParallelConfig
 from megatron.core.parallel.rank_grid import Axis
-from megatron.core.parallel.sequence_shard import SequenceShard, chunks_of
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard, chunks_of
 from megatron.core.transformer.context_parallel_setting_problems import context_parallel_problems
 from megatron.core.transformer.model_config import ModelConfig
 

@@ -8,7 +8,7 @@ NAMED = re.compile(r"context[-_ ]?parallel|(\b|_)cp(\b|_)", re.IGNORECASE)
 OWN = (
     "core/context_parallel/",
     "core/transformer/context_parallel_setting_problems.py",
-    "core/parallel/sequence_shard.py",
+    "core/parallel/zigzag_sequence_row_ranges.py",
     "core/parallel/parallel_config.py",
 )
 # Files of Megatron's and DeepSpeed's names and fields.

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron import doctor
-from megatron.porting.fork_names import names_of_file
-from megatron.porting.launch_flags import flags_of_shell, flags_of_yaml
+from megatron.porting.flags_in_launch_scripts import flags_of_shell, flags_of_yaml
+from megatron.porting.names_used_by_fork import names_of_file
 
 SCRIPT = """
 import torch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base.modules_without_file import TableModules, listed_modules
+from megatron.core.base.import_hook_for_megatron_paths import TableModules, listed_modules
 from megatron.core.base.moved_or_unbuilt_megatron_names import ELSEWHERE
 
 COURSE = {

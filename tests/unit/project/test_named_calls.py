@@ -16,25 +16,25 @@ from code_lines import nodes, product_files, tree
 
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_grad_state import GradReduceInterface, ParamGradSink
-from megatron.core.distributed.zero_reduce_and_gather import GradReduce
+from megatron.core.distributed.zero_stage_strategies import GradReduce
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface, GradSink
-from megatron.core.tensor_parallel.broadcast_batch import GeneratedBatch
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import GeneratedBatch
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.training.memory.dry_run import AnyBatch
+from megatron.training.memory.dry_run_of_one_rank import AnyBatch
 
 ROOT = Path(__file__).parents[3]
 
 # Attributes of ours that an object may lack, and the one function that reads each. Scripts set those with a note too.
 OURS = {
-    "megatron/core/transformer/layer_build_context.py check_attends_over_whole_samples": "attends_over_whole_samples",  # a script's
-    "megatron/core/tensor_parallel/replace_parallel_linears.py _check_parts_are_declared": "sequence_parallel",  # a script's
+    "megatron/core/transformer/layer_parallel_context.py check_attends_over_whole_samples": "attends_over_whole_samples",  # a script's
+    "megatron/core/tensor_parallel/exchange_parallel_linears_for_adapters.py _check_parts_are_declared": "sequence_parallel",  # a script's
     "megatron/core/transformer/transformer_layer.py __init__": "recompute_module",  # of a layer of experts
-    "megatron/core/ops/aux_losses.py own_aux_losses": "aux_losses",  # a script's model or layer
+    "megatron/core/ops/aux_loss_collector.py own_aux_losses": "aux_losses",  # a script's model or layer
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
-    "megatron/porting/judge_fork.py _further_arguments": "__defaults_only__",  # of a function, set by its decorator
-    "megatron/core/datasets/vocab_check.py embedding_rows_problem": "added_tokens",
+    "megatron/porting/judge_fork_names_and_flags.py _further_arguments": "__defaults_only__",  # of a function, set by its decorator
+    "megatron/core/datasets/token_ids_without_embedding_row.py embedding_rows_problem": "added_tokens",
     "megatron/core/datasets/pad_token_is_text.py pad_is_text": "pad_is_text",  # a script's tokenizer may say it
     "megatron/core/distributed/zero_init.py shard_of": "shard",
     "megatron/core/distributed/param_grad_state.py place_in_bucket": "in_bucket",
@@ -44,15 +44,15 @@ OURS = {
     "megatron/core/ops/recomputable_tensors.py producer_of": "requests",
     "megatron/core/ops/main_grad_interface.py main_grad_of": "main_grad",  # Megatron's name
     "megatron/core/ops/main_grad_interface.py grad_sink_of": "grad_sink",
-    "megatron/core/base/registry.py function_of": "computes",  # a script's entry of a table
-    "megatron/core/sharding/module_buffer_placement.py persistent_buffers": "buffer_placements",  # a script's module
+    "megatron/core/base/registry_with_checked_entries.py function_of": "computes",  # a script's entry of a table
+    "megatron/core/sharding/buffer_placement_and_sync.py persistent_buffers": "buffer_placements",  # a script's module
     "megatron/core/sharding/placement.py placement_of": "placement",  # a script's layer
     "megatron/core/ops/layout_invariant_dropout.py own_dropout_keys": "keys",  # a script's layer
     "megatron/core/tensor_parallel/cross_entropy.py plain_cross_entropy_of": "cross_entropy",
-    "megatron/core/tensor_parallel/replace_parallel_linears.py modules_of_linear": "kept_of_linear",
-    "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "hashed_changes",
-    "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
-    "megatron/training/build_model_and_optimizer.py _is_shared": "shared_embedding",  # Megatron's name
+    "megatron/core/tensor_parallel/exchange_parallel_linears_for_adapters.py modules_of_linear": "kept_of_linear",
+    "megatron/core/tokenizers/tokenizer_sha256.py tokenizer_sha256": "hashed_changes",
+    "megatron/core/transformer/compile_before_and_after_attention.py _may_be_left_out": "may_be_left_out",
+    "megatron/training/make_chunks_optimizer_and_pipeline.py _is_shared": "shared_embedding",  # Megatron's name
     "megatron/training/monitor/tensor_statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
     "tools/preprocessing/word_memory.py packer": "word_pattern",
 }
@@ -62,11 +62,11 @@ KEPT_IN_ONE_FILE = ("config_field", "recompute_recipe", "shard", "grad_sink", "k
 # What other projects, Python, or scripts have named: whose it is -> file -> names.
 FOREIGN = {
     "Python's and the system's, which differ between versions": {
-        "megatron/core/dist_checkpointing/async_save.py": "MAP_POPULATE memfd_create",
+        "megatron/core/dist_checkpointing/async_snapshot_to_writer_process.py": "MAP_POPULATE memfd_create",
         "megatron/core/parallel/accelerator.py": "gnu_get_libc_version",
-        "megatron/core/parallel/detect_lost_ranks.py": "register_at_fork",
+        "megatron/core/parallel/detect_lost_ranks_by_tcp.py": "register_at_fork",
         "megatron/core/parallel/init_and_destroy_distributed.py": "last_type",
-        "megatron/core/storage/object_store.py": "EREMOTEIO",
+        "megatron/core/storage/fsspec_object_store.py": "EREMOTEIO",
         "megatron/core/base/rank_status.py": "posix_fallocate",
         "megatron/report.py": "sched_getaffinity",
         "megatron/training/fault_tolerance/exit_with_launcher.py": "pidfd_open",
@@ -76,13 +76,13 @@ FOREIGN = {
     "Python's, on any object": {
         "megatron/core/transformer/transformer_config.py": "__name__",
         "megatron/core/base/dataclass_flags.py": "__metadata__",
-        "megatron/core/distributed/released_tensor_guards.py": "__name__ __self__",
+        "megatron/core/distributed/released_params_and_grads_guards.py": "__name__ __self__",
         "megatron/core/sharding/initial_values.py": "__name__",
-        "megatron/training/memory/fake_tensor_mode.py": "__module__",
+        "megatron/training/memory/meta_tensor_mode_and_fake_group.py": "__module__",
         "megatron/training/memory/oom_advice.py": "__notes__",
     },
     "of an error of any kind, which a store's library raises": {
-        "megatron/core/storage/object_store.py": "errno strerror"
+        "megatron/core/storage/fsspec_object_store.py": "errno strerror"
     },
     "torch's, which differ between versions": {
         "megatron/core/transformer/moe/experts.py": "grouped_mm",
@@ -117,19 +117,21 @@ FOREIGN = {
         "megatron/core/transformer/module.py": "post_process",
         "megatron/core/utils.py": "module",
     },
-    "ours, which scripts' classes alone have": {"megatron/training/checkpointing/model_name.py": "model_name"},
+    "ours, which scripts' classes alone have": {
+        "megatron/training/checkpointing/model_class_and_custom_modules.py": "model_name"
+    },
     "Megatron's, of a data set": {"megatron/core/datasets/blended_dataset.py": "dataset_path"},
     "Megatron's, which a script sets on parameters": {
-        "megatron/training/build_model_and_optimizer.py": "sequence_parallel"
+        "megatron/training/make_chunks_optimizer_and_pipeline.py": "sequence_parallel"
     },
     "Megatron's, of a tokenizer, which may be a script's": {
         "megatron/core/datasets/bert_dataset_builder.py": "name",
         "megatron/core/datasets/fill_in_the_middle.py": "vocab",
-        "megatron/core/datasets/vocab_check.py": "additional_special_tokens_ids inv_vocab name path",
+        "megatron/core/datasets/token_ids_without_embedding_row.py": "additional_special_tokens_ids inv_vocab name path",
         "megatron/core/datasets/t5_dataset_builder.py": "additional_special_tokens_ids name",
-        "megatron/core/tokenizers/tokenizer_fingerprint.py": "eod pad",
-        "megatron/core/tokenizers/vocabulary_diff.py": "vocab",
-        "megatron/evaluation/text_requests.py": "bos inv_vocab tokenize_sentences",
+        "megatron/core/tokenizers/tokenizer_sha256.py": "eod pad",
+        "megatron/core/tokenizers/vocabulary_changes_and_embedding_rows.py": "vocab",
+        "megatron/evaluation/tokenize_and_window_requests.py": "bos inv_vocab tokenize_sentences",
         "tools/evaluating/lm_eval_adapter.py": "path",
         "tools/generating/t5.py": "additional_special_tokens_ids bos eos",
         "tools/preprocessing/word_memory.py": "tokenize_batch tokenize_sentences",

@@ -12,11 +12,11 @@ import pytest
 import torch
 from said import tells
 
-from megatron.core.base import user_error_or_bug as errors
+from megatron.core.base import user_error_and_torchrun_error_file as errors
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets.index_map import parse_split
 from megatron.core.optimizer.loss_scaler import problems_of_scaler
-from megatron.core.optimizer.lr_schedule import LearningRateSchedule, WeightDecaySchedule, read_schedule
+from megatron.core.optimizer.lr_wd_schedule_by_samples import LearningRateSchedule, WeightDecaySchedule, read_schedule
 from megatron.core.pipeline_parallel import loss_func_results
 from megatron.core.pipeline_parallel.schedule import registry, simulate
 from megatron.deepspeed import ds_config_scheduler
@@ -84,10 +84,10 @@ def test_the_package_is_known_also_where_it_lies_among_the_libraries(tmp_path: P
     base.mkdir(parents=True)
     for folder in (base.parent, base):
         (folder / "__init__.py").write_text("")
-    (base / "user_error_or_bug.py").write_text(Path(errors.__file__).read_text())
+    (base / "user_error_and_torchrun_error_file.py").write_text(Path(errors.__file__).read_text())
     code = (
         "import sysconfig; sysconfig.get_path = lambda name: {path!r}\n"
-        "import importlib; from megatron.core.base.user_error_or_bug import is_user_error\n"
+        "import importlib; from megatron.core.base.user_error_and_torchrun_error_file import is_user_error\n"
         "for name in ('megatron', 'neighbour'):\n"
         "    try: importlib.import_module(name + '.part').fail()\n"
         "    except ValueError as error: print(is_user_error(error))\n"

@@ -7,7 +7,7 @@ PRODUCT = Path(__file__).parents[3] / "megatron"
 # A release by its tag, by the name of its project, or of its core.
 RELEASE = re.compile(r"\bcore_[vr]0|Megatron(-LM)?( core)? v?\d|\bcore 0\.\d|\b23\.0[46]\b|\bv2\.[0-9]")
 WHERE = (
-    "evaluation/metrics.py",  # the source of a formula
+    "evaluation/perplexity_and_mean_stderr.py",  # the source of a formula
     "legacy/",
     "training/arguments/args_namespace.py",
     "training/arguments/ignored_and_refused_flags.py",

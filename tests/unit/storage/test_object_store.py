@@ -19,11 +19,15 @@ from small_checkpoints import good, loaded, one, refused, save_one, tried_by_ran
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.dist_checkpointing import CheckpointError, manifest_format as disk, open_checkpoint, save_checkpoint
 from megatron.core.dist_checkpointing.checkpoint_folder import find, saved_iterations
-from megatron.core.dist_checkpointing.commit import delete, set_aside_damaged, try_clear_leftovers
-from megatron.core.storage import file_layer, object_store, read_ahead
-from megatron.core.storage.object_store import ObjectFiles
+from megatron.core.dist_checkpointing.publish_by_rename_and_cleanup import (
+    delete,
+    set_aside_damaged,
+    try_clear_leftovers,
+)
+from megatron.core.storage import file_layer, fsspec_object_store, object_store_read_ahead
+from megatron.core.storage.fsspec_object_store import ObjectFiles
+from megatron.core.storage.object_store_read_ahead import FileSpan
 from megatron.core.storage.path_or_url import ObjectPath, is_url, path_of
-from megatron.core.storage.read_ahead import FileSpan
 
 ROOT = "memory://bucket/run"
 STORE = fsspec.filesystem("memory").store
@@ -126,7 +130,7 @@ def test_ranks_write_an_object_each_and_a_reader_takes_only_the_bytes_of_its_box
 
 
 def test_spans_that_touch_are_asked_for_together_and_long_ones_in_parts(monkeypatch):
-    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 10)
+    monkeypatch.setattr(object_store_read_ahead, "REQUEST_BYTES", 10)
     a, b = ObjectPath("memory://bucket/a"), ObjectPath("memory://bucket/b")
     spans = [
         FileSpan(a, 0, 3),
@@ -136,21 +140,27 @@ def test_spans_that_touch_are_asked_for_together_and_long_ones_in_parts(monkeypa
         FileSpan(b, 24, 44),
         FileSpan(b, 50, 50),
     ]
-    assert list(read_ahead.requests_of(spans)) == [(a, 0, 10), (a, 10, 14), (a, 20, 24), (b, 24, 34), (b, 34, 44)]
-    assert list(read_ahead.requests_of([])) == []
+    assert list(object_store_read_ahead.requests_of(spans)) == [
+        (a, 0, 10),
+        (a, 10, 14),
+        (a, 20, 24),
+        (b, 24, 34),
+        (b, 34, 44),
+    ]
+    assert list(object_store_read_ahead.requests_of([])) == []
 
 
 def test_requests_are_under_way_together_and_their_bytes_come_in_order(monkeypatch):
-    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 3)
-    data, all_begun = bytes(range(100)), threading.Barrier(read_ahead.UNDER_WAY)
+    monkeypatch.setattr(object_store_read_ahead, "REQUEST_BYTES", 3)
+    data, all_begun = bytes(range(100)), threading.Barrier(object_store_read_ahead.UNDER_WAY)
 
     class Object:
         def fetch(self, start, stop):
             all_begun.wait(30.0)  # nobody comes back before so many have begun
             return data[start:stop]
 
-    a, length = ObjectPath("memory://bucket/a"), 2 * 3 * read_ahead.UNDER_WAY
-    with read_ahead.ReadAhead([FileSpan(a, 0, length)], lambda path: Object()) as read:
+    a, length = ObjectPath("memory://bucket/a"), 2 * 3 * object_store_read_ahead.UNDER_WAY
+    with object_store_read_ahead.ReadAhead([FileSpan(a, 0, length)], lambda path: Object()) as read:
         got = b""
         while more := bytes(read.take(a, len(got))):
             got += more
@@ -158,7 +168,7 @@ def test_requests_are_under_way_together_and_their_bytes_come_in_order(monkeypat
 
 
 def test_an_error_of_a_request_ahead_is_told_of_at_its_span_and_an_object_that_ends_early_is_damaged(monkeypatch):
-    monkeypatch.setattr(read_ahead, "REQUEST_BYTES", 64)
+    monkeypatch.setattr(object_store_read_ahead, "REQUEST_BYTES", 64)
     x = torch.arange(64.0)
     save_one(ROOT, 1, w=x, v=x + 1)
     kind = type(fsspec.filesystem("memory"))
@@ -326,7 +336,7 @@ def test_an_error_of_the_network_is_told_of_and_is_no_damage(error):
 
 
 def test_a_file_whose_writer_fails_does_not_appear(monkeypatch):
-    monkeypatch.setattr(object_store, "PART", 10)
+    monkeypatch.setattr(fsspec_object_store, "PART", 10)
     on, path = file_layer.backend_of(path_of(ROOT)), path_of(ROOT) / "x"
     with pytest.raises(Killed), on.open(path, "wb") as file:
         file.write(b"12345")

@@ -11,9 +11,9 @@ from small_checkpoints import loaded, refused, save_one
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.rank_grid import ALONE
-from megatron.core.storage import object_store
+from megatron.core.storage import fsspec_object_store
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpointing.save_folder import prepare_folder
+from megatron.training.checkpointing.check_and_lock_save_folder import prepare_folder
 
 pytestmark = [
     pytest.mark.full,
@@ -33,7 +33,7 @@ def test_a_save_is_read_back_and_leaves_only_its_objects():
 
 
 def test_a_long_object_goes_in_parts_and_comes_back_by_ranges(monkeypatch):
-    monkeypatch.setattr(object_store, "PART", 5 << 20)
+    monkeypatch.setattr(fsspec_object_store, "PART", 5 << 20)
     x = torch.arange(5 << 20, dtype=torch.float32)
     with s3_server() as store:
         save_one(ROOT, 1, w=x)

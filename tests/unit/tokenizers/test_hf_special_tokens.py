@@ -11,7 +11,7 @@ from said import tells
 from special_token_folders import FOLDERS, RECORD, TEXTS, library_of, smallest, write_folder
 
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
+from megatron.core.tokenizers.tokenizer_sha256 import tokenizer_sha256
 from megatron.training.arguments.command_line import parse_args
 from tools import checkpoint_convert
 

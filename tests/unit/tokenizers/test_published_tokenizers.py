@@ -16,9 +16,9 @@ from token_files import contents
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.datasets import DataConfig
 from megatron.core.datasets.bert_dataset_builder import build_bert_datasets
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle, FimConfig
-from megatron.core.datasets.gpt_samples import build_gpt_datasets
-from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.gpt_dataset_and_builder import build_gpt_datasets
 from megatron.core.datasets.t5_dataset_builder import build_t5_datasets
 from megatron.core.models.common.model_rules import GPT_RULES
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer

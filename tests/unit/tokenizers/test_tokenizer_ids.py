@@ -304,7 +304,7 @@ def write_tik(path, tokens):
 
 def gpt2_tokens():
     """GPT-2's tokens as bytes, in the order in which TikToken wants them: single bytes first, then by rank."""
-    from megatron.core.tokenizers.bpe_wordpiece_tiktoken import byte_letters
+    from megatron.core.tokenizers.huggingface_bpe_wordpiece_tiktoken import byte_letters
 
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     vocab = json.loads(Path(GPT2[0]).read_text())
@@ -316,7 +316,7 @@ def gpt2_tokens():
 @pytest.mark.parametrize(("pattern", "size"), [("v1", None), ("v2", 12000)])
 def test_tik_equals_tiktoken(tmp_path, pattern, size):
     tiktoken = pytest.importorskip("tiktoken")
-    from megatron.core.tokenizers.bpe_wordpiece_tiktoken import TIK_PATTERNS
+    from megatron.core.tokenizers.huggingface_bpe_wordpiece_tiktoken import TIK_PATTERNS
 
     tokens = gpt2_tokens()[: size or 20000]
     path = write_tik(tmp_path / "t.json", tokens)

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.base.dataclass_flags import default_of, option, option_fields
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
-from megatron.core.tokenizers.tokenizer_fingerprint import tokenizer_sha256
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
+from megatron.core.tokenizers.tokenizer_sha256 import tokenizer_sha256
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.moe_config import OF_EXPERTS
-from megatron.training.arguments import config_diff
+from megatron.training.arguments import compare_settings_with_checkpoint
 from megatron.training.arguments.command_line import parse_args
-from megatron.training.arguments.config import COMPONENTS, TrainingConfig
-from megatron.training.arguments.config_diff import (
+from megatron.training.arguments.compare_settings_with_checkpoint import (
     BY_DATA,
     BY_TOKENIZER,
     COURSE_OF_MODEL,
@@ -23,6 +22,7 @@ from megatron.training.arguments.config_diff import (
     ROPE,
     compare,
 )
+from megatron.training.arguments.config import COMPONENTS, TrainingConfig
 
 DEFAULTS = parse_args([])[0].as_json()
 KNOBS = {f.name: part for part, component in COMPONENTS.items() for f in option_fields(component)}
@@ -117,7 +117,7 @@ class YoungerTraining(TrainingConfig):
 )
 def test_a_setting_that_nobody_has_listed_is_compared(part, component, name, kind, monkeypatch):
     """Whichever of the two is older: an activation that only one side knows never goes on as another."""
-    monkeypatch.setitem(config_diff.COMPONENTS, part, component)
+    monkeypatch.setitem(compare_settings_with_checkpoint.COMPONENTS, part, component)
     default = next(default_of(f) for f in option_fields(component) if f.name == name)
     off, on = (with_value(part, name, value) for value in (default, 1))
     assert kinds(compare(off, on)) == kinds(compare(on, off)) == {kind: [name]}

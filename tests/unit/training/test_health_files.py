@@ -11,10 +11,10 @@ import pytest
 from said import tells
 from whole_run import run
 
-from megatron.core.base import hard_exit, tolerate_broken_output
-from megatron.training.monitor import health_files
-from megatron.training.monitor.health_files import HealthFiles, prometheus_text
-from megatron.training.monitor.straggler_detector import straggler_line
+from megatron.core.base import exit_callbacks_and_hard_exit, tolerate_broken_output
+from megatron.training.monitor import heartbeat_and_prometheus_files
+from megatron.training.monitor.heartbeat_and_prometheus_files import HealthFiles, prometheus_text
+from megatron.training.monitor.straggler_by_busy_time import straggler_line
 from megatron.training.step import NotFiniteError
 
 LINE = re.compile(
@@ -44,7 +44,7 @@ def test_steps_that_are_left_out_are_no_speed(tmp_path, monkeypatch):
     """Ten seconds, in which two steps of 4 and 6 samples are computed, and one of 6 is left out."""
     heartbeat = tmp_path / "heartbeat.json"
     clock = [0.0]
-    monkeypatch.setattr(health_files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(heartbeat_and_prometheus_files.time, "monotonic", lambda: clock[0])
     beacon = HealthFiles(str(heartbeat), None, train_iters=90, tokens_per_sample=8)
     clock[0] = 100.0
     beacon.step(1, 4, {}, computed_samples=4)
@@ -194,15 +194,15 @@ def test_a_thread_that_ends_the_process_tells_its_exit_code(tmp_path, monkeypatc
     def cannot(code: int) -> None:
         raise OSError
 
-    hard_exit.add_last_word(cannot)
-    hard_exit.hard_exit(4)
+    exit_callbacks_and_hard_exit.add_last_word(cannot)
+    exit_callbacks_and_hard_exit.hard_exit(4)
     told = json.loads((tmp_path / "h.json").read_text())
     assert (told["state"], told["exit_code"], told["last_save_iteration"], ended) == ("ended", 4, 1, [4])
 
     hung = threading.Event()
-    hard_exit.add_last_word(lambda code: hung.wait(30))
-    monkeypatch.setattr(hard_exit, "_SECONDS", 0.05)
-    hard_exit.hard_exit(5)  # a file system that hangs keeps nobody
+    exit_callbacks_and_hard_exit.add_last_word(lambda code: hung.wait(30))
+    monkeypatch.setattr(exit_callbacks_and_hard_exit, "_SECONDS", 0.05)
+    exit_callbacks_and_hard_exit.hard_exit(5)  # a file system that hangs keeps nobody
     assert ended == [4, 5]
     hung.set()
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron.core.base.dataclass_flags import ConfigError, flags_of, option_fields
-from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.config import COMPONENTS

@@ -15,9 +15,9 @@ from said import tells
 from script_run import leaving_nothing_of
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.training.memory.dry_run import Job, dry_run, mesh_of
-from megatron.training.memory.memory_advice import STATE, capacity_warning, flags_that_reduce
-from megatron.training.memory.peak_along_schedule import (
+from megatron.training.memory.dry_run_of_one_rank import Job, dry_run, mesh_of
+from megatron.training.memory.flags_that_reduce_memory import STATE, capacity_warning, flags_that_reduce
+from megatron.training.memory.forecast_memory_along_schedule import (
     DEVICE,
     IN_MEMORY,
     KINDS,

@@ -10,16 +10,16 @@ from documents import ROOT, commands_of
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_stage import GPTModel
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
-from megatron.core.ops.overridable_by_torch_function_mode import row_counts
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, weight_flops
+from megatron.core.ops.decisions_overridable_for_memory_prediction import row_counts
 from megatron.core.pipeline_parallel.schedule.actions import Op
 from megatron.core.sharding.placement import Placement, XavierUniform
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 from megatron.training import get_runtime
-from megatron.training.memory.by_layer import LayerCost, layer_costs
-from megatron.training.memory.dry_run import Job, dry_run
-from megatron.training.memory.peak_along_schedule import RankMemory, forecast, predicted_of, profiles_of
+from megatron.training.memory.dry_run_of_one_rank import Job, dry_run
+from megatron.training.memory.forecast_memory_along_schedule import RankMemory, forecast, predicted_of, profiles_of
+from megatron.training.memory.params_flops_bytes_by_layer import LayerCost, layer_costs
 from tools import estimate_memory
 from tools.estimating.job import read
 

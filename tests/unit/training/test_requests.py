@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron.training.arguments.config import TrainingConfig
-from megatron.training.fault_tolerance import exit_conditions, exit_on_ctrl_c
+from megatron.training.fault_tolerance import exit_conditions, exit_immediately_on_ctrl_c
 
 HUP = signal.SIGHUP
 
@@ -82,5 +82,5 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_say_it(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Lost())
     monkeypatch.setattr(os, "write", lambda handle, text: Lost().write(text))
     monkeypatch.setattr(os, "_exit", ended.append)
-    exit_on_ctrl_c.ExitOnInterrupt(0)._end("once more")
-    assert ended == [exit_on_ctrl_c.CODE]
+    exit_immediately_on_ctrl_c.ExitOnInterrupt(0)._end("once more")
+    assert ended == [exit_immediately_on_ctrl_c.CODE]

@@ -19,7 +19,7 @@ from megatron.core.distributed import distributed_data_parallel_config
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer import optimizer_config, optimizer_registry
+from megatron.core.optimizer import optimizer_config, optimizer_flags_and_registry
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_config import TransformerConfig, model_config
@@ -33,7 +33,7 @@ CONFIGS: dict[type, tuple[int, dict[str, int], Callable[[Any], Any]]] = {
         50,
         {},
         lambda config: settings_from(
-            config, OptimizerConfig, optimizer_registry.OptimizerConfig, optimizer_config.NOT_BUILT
+            config, OptimizerConfig, optimizer_flags_and_registry.OptimizerConfig, optimizer_config.NOT_BUILT
         ),
     ),
     DistributedDataParallelConfig: (

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.sharding.initial_values import initialize_parameters
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from tools.benchmarking.batches import SEED
 from tools.benchmarking.work import FAMILIES, Work

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.models.common.megatron_model import MegatronCoreModel
+from megatron.core.models.common.megatron_core_model_base import MegatronCoreModel
 from megatron.core.models.T5 import t5_stage
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.parallel.global_state import get_global_state

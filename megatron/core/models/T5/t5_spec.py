@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.transformer.attention import CROSS_ATTENTION_PARTS, CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
-from megatron.core.transformer.local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import FusedLayerNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.models.common.language_model import LanguageModelStage, head_flops, output_logits
 from megatron.core.models.common.model_rules import T5_RULES
-from megatron.core.models.common.output_layer import LanguageModelHead
+from megatron.core.models.common.vocab_parallel_lm_head import LanguageModelHead
+from megatron.core.ops.attention.document_and_window_masks import MaskWithBias
 from megatron.core.ops.attention.kv_cache import DecoderCache
-from megatron.core.ops.attention.masks import MaskWithBias
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_position_bias import RelativeBiasFromWeight, RelativePositionEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec

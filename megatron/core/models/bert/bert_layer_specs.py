@@ -2,7 +2,10 @@
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.local_layer_specs import _layer_spec, bert_layer_local_spec as bert_layer_local_spec
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import (
+    _layer_spec,
+    bert_layer_local_spec as bert_layer_local_spec,
+)
 
 bert_layer_with_transformer_engine_spec = _layer_spec(AttnMaskType.padding)
 

@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.models.bert import bert_stage
-from megatron.core.models.common.megatron_model import MegatronCoreModel
+from megatron.core.models.common.megatron_core_model_base import MegatronCoreModel
 from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 
 

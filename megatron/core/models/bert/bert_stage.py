@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megatron.core.models.common.language_model import LanguageModelStage
 from megatron.core.models.common.model_rules import BERT_RULES
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops, weight_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops, weight_flops
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.sharding.placement import Constant, InitialValue, Placement
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 

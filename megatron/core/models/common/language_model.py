@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.models.common.model_rules import NO_RULES
-from megatron.core.models.common.output_layer import LanguageModelHead
+from megatron.core.models.common.vocab_parallel_lm_head import LanguageModelHead
 from megatron.core.ops.attention.kv_cache import AttentionCache
 from megatron.core.ops.compile.compiled_region import compiles
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, further_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, further_flops
 from megatron.core.pipeline_parallel.stage_transport import TensorSpec
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.tensor_parallel.cross_entropy import losses_and_cross_entropy
-from megatron.core.transformer.layer_build_context import LayerContext, MakePart
+from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.tiled_compute import declare_tiled_use
 from megatron.core.transformer.transformer_block import TransformerBlock

@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron.core.base.dataclass_flags import option_fields
 from megatron.core.datasets.bert_dataset_builder import bert_problems
-from megatron.core.datasets.gpt_samples import end_problems
-from megatron.core.datasets.mask_selection import MaskedDataConfig
+from megatron.core.datasets.choose_masked_spans import MaskedDataConfig
+from megatron.core.datasets.gpt_dataset_and_builder import end_problems
 from megatron.core.datasets.t5_dataset_builder import t5_problems
-from megatron.core.tokenizers.tokenizer_config import NO_TOKENIZER
+from megatron.core.tokenizers.tokenizer_config_and_build import NO_TOKENIZER
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 

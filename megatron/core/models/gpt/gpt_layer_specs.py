@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.transformer.local_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.gpt_and_bert_local_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import layers_of_stage

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.models.common.megatron_model import MegatronCoreModel
+from megatron.core.models.common.megatron_core_model_base import MegatronCoreModel
 from megatron.core.models.gpt import gpt_stage
 from megatron.core.process_groups_config import OWN_GROUPS_BY_NAME
 

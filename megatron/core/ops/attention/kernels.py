@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.base.registry import Registry
-from megatron.core.ops.attention.kernel_names import OUR_KERNELS
-from megatron.core.ops.attention.masks import (
+from megatron.core.base.registry_with_checked_entries import Registry
+from megatron.core.ops.attention.attention_backend_names import OUR_KERNELS
+from megatron.core.ops.attention.document_and_window_masks import (
     Documents,
     Mask,
     PrefixTrees,
@@ -28,10 +28,10 @@ from megatron.core.ops.attention.masks import (
     hidden_keys,
     with_window,
 )
-from megatron.core.ops.attention.sliding_window import attention_in_band
+from megatron.core.ops.attention.query_tiled_causal_compiled import tiled_causal_attention
+from megatron.core.ops.attention.query_tiled_eager import eager_tiled_attention
+from megatron.core.ops.attention.sliding_window_sdpa import attention_in_band
 from megatron.core.ops.attention.softcap_and_sinks import SoftmaxOptions
-from megatron.core.ops.attention.tiled_compiled import tiled_causal_attention
-from megatron.core.ops.attention.tiled_eager import eager_tiled_attention
 from megatron.core.ops.layout_invariant_dropout import AttentionDropout
 
 

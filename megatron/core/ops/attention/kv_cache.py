@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.base.registry import Registry
-from megatron.core.ops.attention.masks import Mask, of_last_keys
+from megatron.core.base.registry_with_checked_entries import Registry
+from megatron.core.ops.attention.document_and_window_masks import Mask, of_last_keys
 from megatron.core.parallel.rank_grid import ALONE, Axis
 
 Entries = tuple[

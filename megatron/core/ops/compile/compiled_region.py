@@ -106,7 +106,7 @@ class _Whole(Protocol):
 
 
 def _whole_of(layer: nn.Module) -> _Whole | None:
-    """Return the object that runs a transformer layer as a whole (`transformer/compiled_layer.py`)."""
+    """Return the object that runs a transformer layer as a whole (`transformer/compile_before_and_after_attention.py`)."""
     return getattr(layer, "compiled_layer", None)
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.async_handle import AsyncHandle, all_of, done
-from megatron.core.base.memory_category import ACTIVATIONS, memory_kind
+from megatron.core.base.label_allocations_by_memory_kind import ACTIVATIONS, memory_kind
 from megatron.core.distributed.buffer_plan import ALIGN
-from megatron.core.offload.offload_fraction import SLICE, cut_in_slices
-from megatron.core.offload.stored_tensor import Stored, start_reading, start_writing
+from megatron.core.offload.optimizer_offload_fraction import SLICE, cut_in_slices
+from megatron.core.offload.tensor_in_memory_or_file import Stored, start_reading, start_writing
 from megatron.core.optimizer.adam_and_sgd import Update, UpdateStep
-from megatron.core.optimizer.gather_full_matrices import ShardedMatrix
+from megatron.core.optimizer.gather_full_matrices_over_tp import ShardedMatrix
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel.accelerator import start_to_host

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from megatron.core.base.registry import Registry
+from megatron.core.base.registry_with_checked_entries import Registry
 from megatron.core.parallel.stage_to_rank import StageMap
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, stages_in
 from megatron.core.pipeline_parallel.schedule.gpipe_1f1b_zb_h1 import (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.core.base.user_error_or_bug import is_user_error
+from megatron.core.base.user_error_and_torchrun_error_file import is_user_error
 from megatron.core.pipeline_parallel.schedule.actions import Action, Op, Schedule, count_stages, dependencies
 from megatron.core.pipeline_parallel.schedule.registry import make_step
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig, build_tokenizer as build
+from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig, build_tokenizer as build
 from megatron.core.tokenizers.tokenizer_registry import Tokenizer
 
 

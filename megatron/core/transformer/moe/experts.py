@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.ops.deferred_wgrad import WeightGradStore
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
+from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
 from megatron.core.sharding.placement import Constant, InitialValue, Placement
 from megatron.core.tensor_parallel.linear_layers import size_per_rank
-from megatron.core.tensor_parallel.matmul_backend import MatmulBackend
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.token_dispatcher import ExpertRows
-from megatron.core.transformer.recompute_in_backward import discard_and_recompute
+from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute
 
 
 class GroupedLinear(StackedLinear):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.base.dataclass_flags import BelowOne, Count, NotNegative, Positive, WholeNumber, option, out_of_range
-from megatron.core.transformer.attention_score_config import AttentionConfig
 from megatron.core.transformer.layer_freq_pattern import layer_pattern, read_pattern
+from megatron.core.transformer.softmax_scale_softcap_sink_config import AttentionConfig
 
 # --moe-router-load-balancing-type -> the name of its auxiliary loss in the log, as Megatron's; sinkhorn and none have no loss.
 BALANCING_LOSSES = {
@@ -84,7 +84,8 @@ class MoEConfig(AttentionConfig):
         False, "choose experts in turn instead of by their scores, to measure speed and memory"
     )
     moe_enable_routing_replay: bool = option(
-        False, "let a script record the choices of the routers and replay them: core/transformer/moe/route_replay.py"
+        False,
+        "let a script record the choices of the routers and replay them: core/transformer/moe/in_memory_route_replay.py",
     )
     moe_expert_capacity_factor: float | None = option(
         None,

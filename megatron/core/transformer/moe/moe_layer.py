@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.ops.flops import Flops, LayerInput, flops_of, weight_flops
-from megatron.core.parallel.sequence_shard import SequenceShard
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.experts import ParallelExperts
 from megatron.core.transformer.moe.router import ParallelRouter
 from megatron.core.transformer.moe.shared_experts import ParallelSharedExperts
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
-from megatron.core.transformer.recompute_in_backward import recompute_in_backward
+from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
 
 
 class ParallelMoE(nn.Module):

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.distributed.buffer_sync import ChangesAtStepEnd
+from megatron.core.distributed.sync_persistent_module_buffers import ChangesAtStepEnd
 from megatron.core.ops.expert_load_interface import ReportsExpertLoads
 from megatron.core.ops.layout_invariant_dropout import KeyedJitter
 from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.parallel import collectives
-from megatron.core.parallel.sequence_shard import SequenceShard
-from megatron.core.sharding.module_buffer_placement import BufferPlacement
+from megatron.core.parallel.zigzag_sequence_row_ranges import SequenceShard
+from megatron.core.sharding.buffer_placement_and_sync import BufferPlacement
 from megatron.core.sharding.placement import Constant, Placement
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_config import BALANCING_LOSSES, Z_LOSS

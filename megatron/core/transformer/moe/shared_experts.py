@@ -5,8 +5,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.ops.flops import Flops, LayerInput, weight_flops
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput, weight_flops
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
 

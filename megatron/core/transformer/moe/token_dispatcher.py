@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.base.lazy_imports import names_of_megatron
-from megatron.core.ops.overridable_by_torch_function_mode import row_counts
+from megatron.core.ops.decisions_overridable_for_memory_prediction import row_counts
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel import autograd_collectives
-from megatron.core.transformer.layer_build_context import ExpertParallel
+from megatron.core.transformer.layer_parallel_context import ExpertParallel
 from megatron.core.transformer.moe.moe_utils import chunk_order, order_by_expert
 
 

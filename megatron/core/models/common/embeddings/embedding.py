@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from megatron.core.ops.flops import Flops, LayerInput
+from megatron.core.ops.count_flops_by_module import Flops, LayerInput
 from megatron.core.ops.layout_invariant_dropout import HiddenDropout
 from megatron.core.tensor_parallel.embedding_grad_in_buffer_dtype import lookup
 from megatron.core.tensor_parallel.linear_layers import VocabParallelEmbedding, local_sequence_slice
-from megatron.core.transformer.layer_build_context import LayerContext
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.norm import make_norm
 

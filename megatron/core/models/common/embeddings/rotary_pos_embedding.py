@@ -7,7 +7,7 @@ from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.parallel.global_state import get_global_state
 from megatron.core.process_groups_config import OWN_CP_GROUP
-from megatron.core.transformer.rotary_angles import rotary_angles
+from megatron.core.transformer.rotary_angles_and_frequency_scaling import rotary_angles
 
 
 class RotaryEmbedding(nn.Module):
