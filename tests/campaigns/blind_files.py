@@ -1,6 +1,7 @@
 """Draws files whose paths alone are shown to readers who do not know the code: does a path say what the file does?
 
     python tests/campaigns/blind_files.py PARENT END FOLDER
+    python tests/campaigns/blind_files.py PARENT END FOLDER --all        every file of END alone, in their order: no draw
 
 Of each of two commits 20 files of the product are drawn, by a seed that stands here since before the files were moved, and mixed.
 FOLDER/paths.txt has the numbered paths, without their commits: each of two readers who know Megatron and PyTorch, and have not seen
@@ -59,8 +60,9 @@ def main() -> None:
     parser.add_argument("parent", help="the commit before the files were moved")
     parser.add_argument("end", help="the commit after it")
     parser.add_argument("folder", type=Path, help="where paths.txt and key.json are written")
+    parser.add_argument("--all", action="store_true", help="every file of END instead of a draw from both")
     args = parser.parse_args()
-    drawn = draw(args.parent, args.end)
+    drawn = [(args.end, name) for name in product_files(args.end)] if args.all else draw(args.parent, args.end)
     args.folder.mkdir(parents=True, exist_ok=True)
     lines = [f"{number}. {name}" for number, (_, name) in enumerate(drawn, 1)]
     (args.folder / "paths.txt").write_text("\n".join(lines) + "\n")
