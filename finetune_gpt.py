@@ -45,7 +45,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.convert import open_any
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.convert.families.read_and_write_hf_config import kind_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import Pair, PeftFolder, base_of_state, fused_in_hf, read_peft_folder, targets_of

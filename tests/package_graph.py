@@ -30,7 +30,7 @@ LEVELS = (
     "core.models core.fusions core.extensions core.optimizer_param_scheduler convert",
     "core.inference",
     "evaluation",
-    "training.closed_form_model_flops training.rewindable_batches training.tokenizer training.named_and_padded_validation_sets training.datasets "
+    "training.model_flops_of_unbuilt_layouts training.rewindable_batches training.tokenizer training.named_and_padded_validation_sets training.datasets "
     "training.inprocess_restart",
     "training.step",
     "training.arguments",

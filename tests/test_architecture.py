@@ -35,7 +35,7 @@ PURE = """
     core.pipeline_parallel.schedule.registry core.pipeline_parallel.schedule.zb_v
     core.pipeline_parallel.schedule.lower core.pipeline_parallel.schedule.simulate
     core.pipeline_parallel.layer_split core.pipeline_parallel.schedule.plot core.datasets.index_map
-    training.arguments.nan_spike_and_corruption_config training.monitor.cpu_contention training.closed_form_model_flops training.monitor.long_task_progress
+    training.arguments.nan_spike_and_corruption_config training.monitor.cpu_contention training.model_flops_of_unbuilt_layouts training.monitor.long_task_progress
     convert.formats.safetensors_header convert.formats.hf_config_and_safetensors_headers convert.families.strided_views_of_hf_weights
     convert.families.config_fields convert.formats.pickle_as_data convert.formats.torch_save_tensor_offsets
     convert.formats.read_megatron_args convert.formats.megatron_param_names_and_shard_joins convert.formats.find_megatron_folder

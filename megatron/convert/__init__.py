@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING
 from megatron.core.base.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from megatron.convert.families.hf_family_and_param_mapping import Family as Family, ParamMapping as ParamMapping
+    from megatron.convert.families.hf_family_fields_and_param_mappings import (
+        Family as Family,
+        ParamMapping as ParamMapping,
+    )
     from megatron.convert.families.registry import FAMILIES as FAMILIES
     from megatron.convert.formats.find_megatron_folder import unsupported_format_hint as unsupported_format_hint
     from megatron.convert.open_any_format import (

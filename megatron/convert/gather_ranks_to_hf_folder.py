@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_and_param_mapping import ParamMapping
+from megatron.convert.families.hf_family_fields_and_param_mappings import ParamMapping
 from megatron.convert.plan_hf_folder import FolderPlan, write_config_and_aux_files, write_weights_file
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.dist_checkpointing.manifest_format import TensorRecord

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.families.hf_family_and_param_mapping import START_ID
+from megatron.convert.families.hf_family_fields_and_param_mappings import START_ID
 from megatron.convert.formats.hf_config_and_safetensors_headers import json_of, path_inside
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lfs_pointer import FETCH_LFS, LFS_POINTER, is_lfs_pointer

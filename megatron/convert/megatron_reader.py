@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.convert.families.hf_family_and_param_mapping import WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_fields_and_param_mappings import WORD_EMBEDDINGS
 from megatron.convert.families.strided_views_of_hf_weights import shape_of
 from megatron.convert.formats.find_megatron_folder import find_megatron
 from megatron.convert.formats.locate_megatron_torch_dist_tensors import args_and_vocab_size_of_dist, read_dist

@@ -10,7 +10,7 @@ Without torch.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.convert.families.registry import FAMILIES
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.convert.families.config_fields import ConfigReader, dtype_in
-from megatron.convert.families.hf_family_and_param_mapping import OUTPUT_LAYER, Family, ParamMapping
+from megatron.convert.families.hf_family_fields_and_param_mappings import OUTPUT_LAYER, Family, ParamMapping
 from megatron.convert.families.read_and_write_hf_config import family_of, settings_of
 from megatron.convert.families.strided_views_of_hf_weights import HeadCounts
 from megatron.convert.formats.hf_config_and_safetensors_headers import (

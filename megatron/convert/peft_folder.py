@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.convert.families.read_and_write_hf_config import family_of, kind_of, settings_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, View

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts
 from megatron.convert.open_hf_safetensors_folder import param_mappings
 from megatron.convert.plan_hf_folder import to_hf_tensors

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_and_param_mapping import Family, ParamMapping
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family, ParamMapping
 from megatron.convert.families.read_and_write_hf_config import config_of, kind_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, View

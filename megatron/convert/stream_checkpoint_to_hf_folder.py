@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.convert.families.hf_family_and_param_mapping import ParamMapping
+from megatron.convert.families.hf_family_fields_and_param_mappings import ParamMapping
 from megatron.convert.families.strided_views_of_hf_weights import FlatCopyRange, contiguous_copy_ranges
 from megatron.convert.formats.safetensors_header import header_of
 from megatron.convert.hf_provenance_and_tokenizer_files import check_tokenizer_folder

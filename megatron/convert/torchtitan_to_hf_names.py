@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.convert.families.strided_views_of_hf_weights import View
 from megatron.convert.formats.find_megatron_folder import METADATA
 from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, INDEX, WEIGHTS, are_equal

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.datasets.loss_tokens_of_next_microbatches import sum_if_known, tokens_of_batch
+from megatron.core.datasets.aux_loss_weight_from_next_microbatches import sum_if_known, tokens_of_batch
 
 
 class RewindableBatches:

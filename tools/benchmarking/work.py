@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from megatron.core.base.dataclass_flags import flag_of
-from megatron.training.closed_form_model_flops import ModelShape
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 
 # Flags of a family beside the sizes. The defaults are GPT-2's: learned positions, GELU, biases and tied embeddings.
 FAMILIES: dict[str, dict[str, Any]] = {

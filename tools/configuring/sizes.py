@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import flag_of
-from megatron.training.closed_form_model_flops import ModelShape
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 
 
 class Size(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.convert.families.hf_family_and_param_mapping import START_ID
+from megatron.convert.families.hf_family_fields_and_param_mappings import START_ID
 from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference import SavedSettings

@@ -4,7 +4,7 @@ It has heads for masked tokens and for sentence order.
 """
 
 from megatron.convert.families.config_fields import count, dropout_rate, fixed, fixed_not_written, ignored_keys, number
-from megatron.convert.families.hf_family_and_param_mapping import (
+from megatron.convert.families.hf_family_fields_and_param_mappings import (
     LANGUAGE_MODEL,
     LAYER,
     NO_LM_HEAD,

@@ -18,7 +18,7 @@ from megatron.convert.families.config_fields import (
     ignored_keys,
     number,
 )
-from megatron.convert.families.hf_family_and_param_mapping import (
+from megatron.convert.families.hf_family_fields_and_param_mappings import (
     LANGUAGE_MODEL,
     LAYER,
     NO_LM_HEAD,

@@ -18,7 +18,13 @@ from megatron.convert.families.config_fields import (
     number,
     repeated,
 )
-from megatron.convert.families.hf_family_and_param_mapping import LAYER, Family, ParamMapping, bias, weight_and_bias
+from megatron.convert.families.hf_family_fields_and_param_mappings import (
+    LAYER,
+    Family,
+    ParamMapping,
+    bias,
+    weight_and_bias,
+)
 from megatron.convert.families.llama_like import (
     ATTENTION_BIAS,
     EMBEDDING_NORM_AND_HEAD,

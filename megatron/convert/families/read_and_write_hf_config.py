@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron.convert.families.config_fields import ConfigReader, ModelSettings, dtype_in
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.convert.families.keys_without_effect import reason_without_effect
 from megatron.convert.families.registry import FAMILIES
 from megatron.core.base.dataclass_flags import ConfigError, option_fields

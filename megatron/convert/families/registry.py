@@ -5,7 +5,7 @@ model that several families can describe is written as the first of them.
 """
 
 from megatron.convert.families import bert, gpt2_neox_phi_starcoder2, llama_like, mixtral_qwen_moe_olmoe_gpt_oss, t5
-from megatron.convert.families.hf_family_and_param_mapping import Family
+from megatron.convert.families.hf_family_fields_and_param_mappings import Family
 from megatron.core.base.registry_with_checked_entries import Registry
 
 FAMILIES = Registry(

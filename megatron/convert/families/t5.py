@@ -14,7 +14,7 @@ from megatron.convert.families.config_fields import (
     number,
     repeated,
 )
-from megatron.convert.families.hf_family_and_param_mapping import (
+from megatron.convert.families.hf_family_fields_and_param_mappings import (
     LANGUAGE_MODEL,
     OUTPUT_LAYER,
     START_ID,

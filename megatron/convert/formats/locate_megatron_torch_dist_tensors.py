@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.config_fields import ModelSettings
-from megatron.convert.families.hf_family_and_param_mapping import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_fields_and_param_mappings import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.strided_views_of_hf_weights import View
 from megatron.convert.formats.find_megatron_folder import COMMON
 from megatron.convert.formats.hf_config_and_safetensors_headers import are_equal, path_inside

@@ -17,7 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from megatron.convert.families.hf_family_and_param_mapping import LANGUAGE_MODEL, LAYER, OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_fields_and_param_mappings import (
+    LANGUAGE_MODEL,
+    LAYER,
+    OUTPUT_LAYER,
+    WORD_EMBEDDINGS,
+)
 from megatron.convert.families.strided_views_of_hf_weights import HeadCounts, View
 from megatron.convert.formats.safetensors_header import TensorInFile
 from megatron.core.sharding.boxes import Box, whole

@@ -21,7 +21,7 @@ from torch import nn
 from megatron.core.base.label_allocations_by_memory_kind import memory_kind
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
-from megatron.core.datasets.loss_tokens_of_next_microbatches import CountsTokens
+from megatron.core.datasets.aux_loss_weight_from_next_microbatches import CountsTokens
 from megatron.core.distributed.clear_reduce_divide_gradients import GradientStep
 from megatron.core.offload.activation_offload import HoldsActivations
 from megatron.core.ops.aux_loss_collector import AuxLossMeans, declared_aux_losses

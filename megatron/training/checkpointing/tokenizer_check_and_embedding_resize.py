@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.families.hf_family_and_param_mapping import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.convert.families.hf_family_fields_and_param_mappings import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.hf_provenance_and_tokenizer_files import Provenance
 from megatron.convert.read_hf_token_to_id import read_vocabulary
 from megatron.core.base.dataclass_flags import ConfigError, build

@@ -36,7 +36,7 @@ from megatron.core.pipeline_parallel.layer_split import split_layers
 from megatron.core.tensor_parallel.linear_layers import ColumnParallelLinear
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.closed_form_model_flops import ModelShape, TwoStackShape
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape, TwoStackShape
 
 for folder in ("lora", "fake_fp8", "toy_moe"):
     sys.path.insert(0, str(ROOT / "examples" / folder))

@@ -36,7 +36,7 @@ from megatron.core.sharding.placement import Normal, Placement, pieces
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.relative_position_bias import bucket_of
-from megatron.training.closed_form_model_flops import ModelShape, TwoStackShape
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape, TwoStackShape
 
 
 # ---------------------------------------------------------------- against transformers

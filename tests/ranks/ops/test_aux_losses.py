@@ -34,7 +34,7 @@ from tiny_t5 import PLAIN as TINY_T5, T5
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.datasets.loss_tokens_of_next_microbatches import CountedBatches
+from megatron.core.datasets.aux_loss_weight_from_next_microbatches import CountedBatches
 from megatron.core.distributed.data_parallel_config import DataParallelConfig
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.aux_loss_collector import AuxLosses, declared_aux_losses

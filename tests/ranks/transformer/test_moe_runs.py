@@ -30,8 +30,8 @@ from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.training.closed_form_model_flops import ModelShape
 from megatron.training.memory.forecast_memory_along_schedule import KINDS
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
 from tools.estimating.measure import measure
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets.loss_tokens_of_next_microbatches import CountedBatches, CountsTokens
+from megatron.core.datasets.aux_loss_weight_from_next_microbatches import CountedBatches, CountsTokens
 from megatron.training.rewindable_batches import RewindableBatches
 
 BATCHES = [{"number": i, "loss_mask": np.full((2, 3), i / 2)} for i in range(6)]  # of 3 i tokens

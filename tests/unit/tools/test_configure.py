@@ -14,8 +14,8 @@ from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
-from megatron.training.closed_form_model_flops import ModelShape
 from megatron.training.memory.dry_run_of_one_rank import alone, batches_of, build_rank_parts, mesh_of
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 from megatron.training.step import train_step
 from tools import configure, estimate_memory
 from tools.configuring.answers import QUESTIONS, Answers, Choices, complete, work_of

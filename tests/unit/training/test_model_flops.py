@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.training.closed_form_model_flops import ModelShape
+from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 
 
 def test_shapes_of_gpt_and_llama_are_counted_by_hand():
