@@ -38,8 +38,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 Request = tuple[Sequence[int], Sequence[int]]  # ids of the context, of which there is one at least, and of what follows
 
-BATCH_TOKENS = (
-    2048  # tokens of a batch: on CPUs larger batches leave the cache, on accelerators matrices are large enough
+BATCH_TOKENS = 2048  # tokens of a batch: on accelerators matrices are large enough
+_BATCH_TOKENS_OF_CPU = (
+    1024  # at most: larger batches leave the cache, and their memory goes back to the system each time
 )
 _LOGITS_AT_ONCE = 2**26  # elements of a rank's logits
 
@@ -240,6 +241,7 @@ def score(
     model: this rank's stage of a GPTModel without sequence parallelism; its training mode is kept.
     max_length: tokens that the model sees at once; a longer request loses tokens on its left.
     mesh: default: a whole model in this process.
+    batch_tokens: tokens of a batch at most, on a CPU no more than 1024; a longer row is a batch of its own.
     progress(tokens done, all tokens): called after each batch, of this rank's replica.
 
     Raises ValueError before anything is computed: an empty context, ids that the model does not have, a continuation
@@ -251,6 +253,8 @@ def score(
     mesh = mesh or single_rank_mesh()
     scorer = _Scorer(model, mesh)
     is_packed = packs(model)
+    if scorer.device.type == "cpu":
+        batch_tokens = min(batch_tokens, _BATCH_TOKENS_OF_CPU)
 
     # plan; what only differs in windows by columns is not shared
     if is_packed:
