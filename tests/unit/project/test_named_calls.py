@@ -49,6 +49,7 @@ OURS = {
     "megatron/core/tensor_parallel/replace_parallel_linears.py modules_of_linear": "kept_of_linear",
     "megatron/core/tokenizers/tokenizer_fingerprint.py tokenizer_sha256": "hashed_changes",
     "megatron/core/transformer/compiled_layer.py _may_be_left_out": "may_be_left_out",
+    "megatron/core/transformer/transformer_layer.py _recompute_module_of": "recompute_module",  # a script's MLP
     "megatron/training/build_model_and_optimizer.py _is_shared": "shared_embedding",  # Megatron's name
     "megatron/training/monitor/tensor_statistics.py _gives_hidden_states": "gives_hidden_states",  # a script's layer
     "tools/preprocessing/word_memory.py packer": "word_pattern",

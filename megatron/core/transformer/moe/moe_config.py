@@ -153,8 +153,9 @@ class MoEConfig(AttentionConfig):
                 )
         if (devices := self.moe_router_topk_limited_devices) is not None:
             yield (
-                f"--moe-router-topk-limited-devices {devices} would choose by the number of expert-parallel ranks, and is no flag of "
-                f"Megatron's scripts; give --moe-router-group-topk {devices}, and --moe-router-num-groups with that number"
+                f"--moe-router-topk-limited-devices {devices} would choose by the number of expert-parallel ranks, and is no "
+                f"flag of Megatron's scripts; give --moe-router-group-topk {devices}, and --moe-router-num-groups with that "
+                "number"
             )
 
     def _problems_of_choice(self) -> Iterator[str]:
@@ -239,8 +240,8 @@ class MoEConfig(AttentionConfig):
             )
         if self.capacity_factor == 0:
             yield (
-                "--moe-expert-capacity-factor 0 drops every token, and the experts learn nothing; give a positive one, or leave it out "
-                "to drop none"
+                "--moe-expert-capacity-factor 0 drops every token, and the experts learn nothing; give a positive one, or leave "
+                "it out to drop none"
             )
         if self.moe_pad_expert_input_to_capacity and self.capacity_factor is None:
             yield (
