@@ -96,6 +96,11 @@ def submodules_of(config: ModelConfig, *, cross_attention: bool = False) -> Tran
     return parts
 
 
+def _recompute_module_of(mlp: nn.Module) -> str:
+    """Return the name in --recompute-modules that recomputes the whole of `mlp`."""
+    return getattr(mlp, "recompute_module", "mlp")
+
+
 class TransformerLayer(MegatronModule):
     """Compute x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); `--norm-placement` moves the norms.
 
@@ -188,7 +193,7 @@ class TransformerLayer(MegatronModule):
         self.norm_placement = settings.norm_placement
         self.residual_multiplier = settings.residual_multiplier
         self.apply_residual_connection_post_layernorm = settings.apply_residual_connection_post_layernorm
-        self.recomputes_mlp = settings.recomputes(getattr(self.mlp, "recompute_module", "mlp"))
+        self.recomputes_mlp = settings.recomputes(_recompute_module_of(self.mlp))
         self.recomputes_norms = settings.recomputes("layernorm")
         self.keys = place.keys
         self.compiled = compiles(settings, place.tp.device)

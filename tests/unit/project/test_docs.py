@@ -338,3 +338,14 @@ def test_calls_per_layer_are_those_that_are_counted():
 def _length(lines: list[str]) -> int:
     """Rows that go on with a table's entry."""
     return next(i for i, line in enumerate(lines) if not line.startswith("|  |"))
+
+
+def test_the_page_about_experts_names_every_other_file_that_knows_of_them():
+    section = (ROOT / "docs" / "experts.md").read_text().partition("## Who else knows of experts")[2]
+    named = re.findall(r"`([^`]+\.py)`", section.partition("|---|")[2])
+    sources = [*ROOT.glob("pretrain_*.py"), ROOT / "finetune_gpt.py"]
+    sources += [path for folder in ("megatron", "tools") for path in (ROOT / folder).rglob("*.py")]
+    own = ROOT / "megatron" / "core" / "transformer" / "moe"
+    others = (path for path in sources if not path.is_relative_to(own))
+    found = [str(path.relative_to(ROOT)) for path in others if re.search("moe|expert", path.read_text())]
+    assert sorted(named) == sorted(found)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 OURS = {
     "megatron/core/transformer/layer_parallel_context.py check_attends_over_whole_samples": "attends_over_whole_samples",  # a script's
     "megatron/core/tensor_parallel/exchange_parallel_linears_for_adapters.py _check_parts_are_declared": "sequence_parallel",  # a script's
-    "megatron/core/transformer/transformer_layer.py __init__": "recompute_module",  # of a layer of experts
+    "megatron/core/transformer/transformer_layer.py _recompute_module_of": "recompute_module",  # a script's MLP
     "megatron/core/ops/aux_loss_collector.py own_aux_losses": "aux_losses",  # a script's model or layer
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
