@@ -70,7 +70,10 @@ def test_a_run_interrupted_in_a_step_or_a_save_goes_on_from_the_checkpoint_befor
 ):
     flags = f"--mock-data --save {tmp_path} --save-interval 2 --load {tmp_path}"
     with monkeypatch.context() as patch:
-        places = {"_write_own_items": write_pieces_and_manifest, "publish": write_pieces_and_manifest.publish_by_rename_and_cleanup}
+        places = {
+            "_write_own_items": write_pieces_and_manifest,
+            "publish": write_pieces_and_manifest.publish_by_rename_and_cleanup,
+        }
         place, name = (FlatOptimizer, "clip_factor") if name is None else (places[name], name)
         first = {"clip_factor": 4}.get(name, 2)  # of the second save, or of its step
         press_at(patch, place, name, first)

@@ -13,7 +13,7 @@ from script_run import trainer_of
 from tiny_run import GPT2, LLAMA, TINY_GPT2, TINY_LLAMA
 from tiny_t5 import CONFIGS as T5_CONFIGS
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 import pretrain_gpt
 from megatron.core.inference.load_model import single_rank_mesh
@@ -192,7 +192,11 @@ def test_the_log_has_the_sum_of_the_stages():
 def counted_by_torch(model: nn.Module, tokens: int = TOKENS) -> int:
     """The FLOPs of all products of a forward and its backward, of one sample."""
     ids = torch.arange(tokens)[None] % VOCAB
-    in_place = {torch.ops.aten.addmm_: addmm_flop}  # torch counts only the form with a result of its own
+
+    def flops_in_place(total: torch.Size, a: torch.Size, b: torch.Size, out_shape=None, **_) -> int:
+        return mm_flop(a, b, out_shape=out_shape)
+
+    in_place = {torch.ops.aten.addmm_: flops_in_place}  # torch counts only the form with a result of its own
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(ids, ids, labels=ids).sum().backward()
     return counter.get_total_flops()
