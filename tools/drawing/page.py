@@ -163,7 +163,7 @@ _REFUSED = """
 | a2a+p2p, if the number of neighbours does not divide them | p2p or all_gather |
 | a2a+p2p without `--hierarchical-context-parallel-sizes` | give two numbers whose product is c |
 | p2p or all_gather with an `--attention-backend` that computes only whole samples | a2a, or another backend |
-| an attention of a script's own that asks no other rank | [gather the samples](adding_a_model.md#an-attention-without-a-softmax) |
+| an attention of one's own that asks no other rank | [gather the samples](adding_a_model.md#an-attention-without-a-softmax) |
 | generation with a cache that defines no `append` | define it, or c = 1 |
 | a number of types that is neither 1 nor the number of layers | one for all layers, or one for each |
 """
