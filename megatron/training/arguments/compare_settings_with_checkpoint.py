@@ -56,6 +56,7 @@ NOT_COMPARED = {
     "the global batch size in force is compared": ("micro_batch_size", "global_batch_size"),
     "memory: activations that are saved, recomputed or offloaded": (
         *("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
+        "moe_layer_recompute",
         *("distribute_saved_activations", "contiguous_checkpointing", "poison_released_buffers"),
         *("cpu_offloading_num_layers", "min_offloaded_tensor_size"),
     ),
@@ -92,7 +93,7 @@ COURSE_OF_MODEL = (
         "label_smoothing",
         "z_loss_coeff",
     ),
-    *("attention_backend", "cpu_half_products", "compile"),
+    *("attention_backend", "cpu_half_products", "compile", "tiled_mlp", "tiled_loss"),
     # of experts: losses, draws, capacity, precision and dispatch
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
     *("moe_router_bias_update_rate", "moe_router_force_load_balancing", "moe_enable_routing_replay"),
