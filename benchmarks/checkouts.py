@@ -13,7 +13,6 @@ against the first checkout: the median over the rounds of first / this of the sa
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.benchmarking.contest import environments  # noqa: E402  needs the path above
 from tools.benchmarking.work import MODELS  # noqa: E402  needs the path above
 
 GPT_28M = MODELS["gpt-28m"] | {"global_batch_size": 2}
@@ -44,7 +44,7 @@ WORKS: dict[str, tuple[dict[str, Any], str]] = {
 class Checkout:
     """Workers of one checkout for one work, one for each rank."""
 
-    def __init__(self, folder: Path, work: str, threads: int | None):
+    def __init__(self, folder: Path, work: str):
         settings, compiled = WORKS[work]
         contender = {"library": "ours", "compile": compiled}
         python = folder / ".venv" / "bin" / "python"
@@ -55,12 +55,12 @@ class Checkout:
                 command,
                 cwd=folder,
                 text=True,
-                env=env,
+                env=os.environ | env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            for env in environments(settings.get("ranks", 1), threads)
+            for env in environments(settings.get("ranks", 1))
         ]
         self.read()
 
@@ -86,28 +86,9 @@ class Checkout:
             rank.communicate()
 
 
-def environments(ranks: int, threads: int | None) -> list[dict[str, str]]:
-    """Return the environment of each rank; ranks share the cores equally."""
-    if ranks == 1:
-        return [dict(os.environ) | ({"OMP_NUM_THREADS": str(threads)} if threads else {})]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // ranks)),
-    }
-    return [dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-def measure(
-    folders: list[Path], work: str, rounds: int, turn: float, threads: int | None
-) -> list[list[tuple[float, float]]]:
+def measure(folders: list[Path], work: str, rounds: int, turn: float) -> list[list[tuple[float, float]]]:
     """Return the measurements of each checkout, one a round."""
-    checkouts = [Checkout(folder, work, threads) for folder in folders]
+    checkouts = [Checkout(folder, work) for folder in folders]
     try:
         for checkout in checkouts:
             checkout.steps(2)  # the first one compiles
@@ -130,12 +111,11 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--turn", type=float, default=2.0, metavar="SECONDS")
-    parser.add_argument("--threads", type=int, help="threads of a rank; default: the cores, shared equally")
     options = parser.parse_args()
     for work in options.works:
         started = time.monotonic()
         folders = [folder.resolve() for folder in options.folders]
-        measurements = measure(folders, work, options.rounds, options.turn, options.threads)
+        measurements = measure(folders, work, options.rounds, options.turn)
         for index, rows in enumerate(measurements):
             speeds = []
             for column in (0, 1):

@@ -34,7 +34,7 @@ class Process:
     def __init__(self, name: Contender | str, device: str, work: Work):
         contender = name if isinstance(name, str) else json.dumps(asdict(name))
         command = [sys.executable, "-m", "tools.benchmarking.worker", contender, device, json.dumps(asdict(work))]
-        self.ranks = [_Rank(command, env) for env in _environments(work.ranks)]
+        self.ranks = [_Rank(command, env) for env in environments(work.ranks)]
 
     def answer(self) -> Any:
         """Read the answer of every rank and return one: the maximum over the ranks for the numbers of a step.
@@ -85,7 +85,7 @@ class _Rank:
         self.errors.close()
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
+def environments(ranks: int) -> list[dict[str, str]]:
     """Return the environment of each rank. It has an equal share of the cores, unless OMP_NUM_THREADS is set."""
     if ranks == 1:
         return [{}]

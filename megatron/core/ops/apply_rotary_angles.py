@@ -11,16 +11,6 @@ from torch import Tensor
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]  # heads [s, b, .., d], cosines and sines [s, b or 1, width / 2]
 
 
-def apply_rotary(x: Tensor, angles: Tensor, amplitude: float = 1.0, rotation: "Rotation | None" = None) -> Tensor:
-    """Rotate the first 2 x angles.shape[-1] features of each head, by `rotated` unless another rotation is given.
-
-    x: [s, b, n, d], angles: [s, b or 1, width / 2] -> [s, b, n, d]. amplitude: multiplies the rotated features.
-    """
-    rotation = rotation or rotated
-    cos, sin = cosines_and_sines(angles, amplitude, x.dtype)
-    return rotation(x, cos, sin)
-
-
 def cosines_and_sines(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of angles, times the amplitude, rounded to dtype.
 

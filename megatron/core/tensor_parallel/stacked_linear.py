@@ -53,7 +53,8 @@ class StackedLinear(nn.Module):
     def _parameter(self, places: Mapping[int, int], rank: int, init: InitialValue) -> nn.Parameter:
         """places: dimension of the weight -> that of the parameter; the one that is left is of size `rank`."""
         of_weight = self.weight.placement
-        whole, local = [rank] * (len(places) + 1), [rank] * (len(places) + 1)
+        whole = [rank] * (len(places) + 1)
+        local = list(whole)
         for dim, place in places.items():
             whole[place] = of_weight.shape[dim]
             local[place] = self.weight.shape[dim]

@@ -54,7 +54,8 @@ class GroupedLinear(StackedLinear):
         super().__init__()
         tp = context.tp
         ranks = context.experts
-        self.axes = axes = {"ep": ranks.ep, "etp": ranks.etp}
+        axes = {"ep": ranks.ep, "etp": ranks.etp}
+        self.axes = axes
         local = list(shape)
         for name, dim in shard.items():
             local[dim] = size_per_rank(f"dimension {dim} of experts' weights, over {name}", shape[dim], axes[name])
