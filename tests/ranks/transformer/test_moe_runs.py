@@ -17,6 +17,7 @@ from torch import Tensor
 from whole_run import TINY
 
 import pretrain_gpt
+from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.inference import load_gpt, read_saved_settings
@@ -292,10 +293,10 @@ def test_memory_stays_within_the_bound_where_all_tokens_visit_the_experts_of_one
     def first(logits: Tensor, k: int, **_) -> Tensor:
         return torch.arange(k, device=logits.device).expand(*logits.shape[:-1], k).clone()
 
-    def as_many_from_each(counts: Tensor, axis: Axis) -> Tensor:
-        return counts[axis.rank].expand_as(counts).clone()
+    def as_many_from_each(counts: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
+        return done(counts[axis.rank].expand_as(counts).clone())
 
-    alike = SimpleNamespace(**vars(token_dispatcher.collectives) | {"all_to_all": as_many_from_each})
+    alike = SimpleNamespace(**vars(token_dispatcher.collectives) | {"start_all_to_all": as_many_from_each})
     monkeypatch.setattr(moe_utils, "choose_experts", first)
     monkeypatch.setattr(token_dispatcher, "collectives", alike)
     ep, layers, h, f = 2, 2, 64, 96

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, ExpertRows
 from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute
 
 
@@ -36,7 +36,8 @@ class GroupedLinear(StackedLinear):
     """Y = X A_e^T + b_e for the rows of each expert e of this rank.
 
     shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
-    each expert has one. grouped: multiply all experts by one call where the device and dtype have it.
+    each expert has one. grouped: multiply all experts by one call where the device and dtype have it. calls: see
+    `StackedLinear`.
 
     forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
     """
@@ -50,6 +51,7 @@ class GroupedLinear(StackedLinear):
         shard: dict[str, int],
         bias: bool,
         grouped: bool = False,
+        calls: int = 1,
     ):
         super().__init__()
         tp = context.tp
@@ -63,7 +65,9 @@ class GroupedLinear(StackedLinear):
         placement = Placement(shape, init, shard=shard, **of_experts)
         self.tp = tp
         self.grouped = grouped and tp.matmul_backend is None
+        self.calls = calls
         self.weight = tp.parameter(tuple(local), placement, (ranks.ep, ranks.etp))
+        self.weight.num_grads_per_backward = calls
         self.bias = None
         if bias:
             kept = {name: dim for name, dim in shard.items() if dim < len(shape) - 1}
@@ -108,19 +112,16 @@ class ParallelExperts(nn.Module):
         self.etp = context.experts.etp
         self.activation = activation.select(config, context.tp.device)
         self.recomputes_activation = config.recomputes("moe_act")
-        fc1 = (experts, 2 if config.is_gated else 1, f, h)
-        bias = config.has_mlp_bias
-        self.linear_fc1 = GroupedLinear(
-            fc1, context, config.init, shard={"ep": 0, "etp": 2}, bias=bias, grouped=config.moe_grouped_gemm
-        )
-        self.linear_fc2 = GroupedLinear(
-            (experts, h, f),
-            context,
-            config.output_init,
+        linear = partial(
+            GroupedLinear,
+            context=context,
             shard={"ep": 0, "etp": 2},
-            bias=bias,
+            bias=config.has_mlp_bias,
             grouped=config.moe_grouped_gemm,
+            calls=DISPATCHERS[config.moe_token_dispatcher_type].calls_of_experts(experts, context.experts),
         )
+        self.linear_fc1 = linear((experts, 2 if config.is_gated else 1, f, h), init=config.init)
+        self.linear_fc2 = linear((experts, h, f), init=config.output_init)
 
     def forward(self, rows: ExpertRows) -> Tensor:
         hidden = self.linear_fc1(rows.x, rows.counts)  # [rows, gate | up]
