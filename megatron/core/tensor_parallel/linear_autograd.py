@@ -195,8 +195,20 @@ class TorchMatmul(MatmulBackend):
         else:
             super().add_forward(total, x, weight, state)
 
+    def write_forward(self, out: Tensor, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> None:
+        if self.modes.forward == "native":
+            torch.mm(x, weight.t(), out=out)
+        else:
+            super().write_forward(out, x, weight, state)
+
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
         return dgrad(grad, weight, self.modes.backward)
+
+    def write_dgrad(self, out: Tensor, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> None:
+        if self.modes.backward == "native":
+            torch.mm(grad, weight, out=out)
+        else:
+            super().write_dgrad(out, grad, weight, state)
 
     def wgrad(self, grad: Tensor, x: Tensor, state: nn.Module | None = None) -> Tensor:
         return wgrad(grad, x, self.modes.backward)

@@ -160,8 +160,11 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.rest = counts, store, matmul, grouped
         if grouped:
             return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), ends_of(counts, x.device))
-        parts = [matmul.forward(part, matrix, None) for part, matrix in zip(x.split(counts), _matrices(weight))]
-        return torch.cat(parts)
+        y = x.new_empty((len(x), weight[0].numel() // weight.shape[-1]))  # [rows, out]
+        for out, part, matrix in zip(y.split(counts), x.split(counts), _matrices(weight)):
+            if len(part):
+                matmul.write_forward(out, part, matrix, None)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,8 +179,10 @@ class _GroupedProduct(torch.autograd.Function):
         if needs_dgrad and grouped:
             grad_x = grouped_mm(grad.contiguous(), weight.flatten(1, -2), ends_of(counts, grad.device))
         elif needs_dgrad:
-            parts = zip(grad.split(counts), _matrices(weight))
-            grad_x = torch.cat([matmul.dgrad(part, matrix, None) for part, matrix in parts])
+            grad_x = grad.new_empty((len(grad), weight.shape[-1]))  # [rows, in]
+            for out, part, matrix in zip(grad_x.split(counts), grad.split(counts), _matrices(weight)):
+                if len(part):
+                    matmul.write_dgrad(out, part, matrix, None)
         if needs_wgrad and store.is_collecting and main_grad_of(ctx.weight) is not None:
             store.put(partial(_accumulate, ctx.weight, grad, x.detach(), counts, matmul))
             grad_was_deferred(ctx.weight)
