@@ -31,6 +31,7 @@ from megatron.core.ops.cpu_half_precision_matmul import (
     MatmulMode,
     MatmulModes,
     dgrad,
+    is_half_precision_on_cpu,
     linear_forward,
     wgrad,
 )
@@ -200,6 +201,14 @@ class TorchMatmul(MatmulBackend):
             torch.mm(x, weight.t(), out=out)
         else:
             super().write_forward(out, x, weight, state)
+
+    def rows_of_product(self, rows: int, x: Tensor) -> int:
+        """oneDNN, which multiplies half precision on a CPU, compiles a kernel for each shape: 1 to 2 ms, as long as the product of
+        500 rows with [1024, 256]. Eight numbers of rows between a power of two and the next are few enough to be kept."""
+        if not is_half_precision_on_cpu(x.dtype, x.device):
+            return rows
+        step = 1 << max(0, rows.bit_length() - 4)
+        return -(-rows // step) * step
 
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
         return dgrad(grad, weight, self.modes.backward)

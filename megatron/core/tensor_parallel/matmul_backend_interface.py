@@ -65,6 +65,14 @@ class MatmulBackend:
         """Write X W^T to out. x: [tokens, in], weight: [out, in], out: [tokens, out], rows of the results of many experts."""
         out.copy_(self.forward(x, weight, state))
 
+    def rows_of_product(self, rows: int, x: Tensor) -> int:
+        """Return how many rows a product of `rows` rows of x should have, at least `rows`, where others lie behind them.
+
+        Numbers of rows change in every step where a router decides them. Kernels that are compiled for each shape need few
+        shapes.
+        """
+        return rows
+
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None) -> Tensor:
         """Return dY W. grad: [.., out], weight: [out, in] -> [.., in] in the dtype of grad, in memory of its own."""
         raise NotImplementedError

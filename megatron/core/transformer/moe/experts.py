@@ -8,7 +8,7 @@ have brought here; the copies over edp add theirs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
+from megatron.core.ops.cpu_half_precision_matmul import is_half_precision_on_cpu
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.ops.weight_grad_store import WeightGradStore
@@ -161,9 +162,7 @@ class _GroupedProduct(torch.autograd.Function):
         if grouped:
             return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), ends_of(counts, x.device))
         y = x.new_empty((len(x), weight[0].numel() // weight.shape[-1]))  # [rows, out]
-        for out, part, matrix in zip(y.split(counts), x.split(counts), _matrices(weight)):
-            if len(part):
-                matmul.write_forward(out, part, matrix, None)
+        _write_products(matmul.write_forward, y, x, weight, counts, matmul)
         return y
 
     @staticmethod
@@ -180,15 +179,39 @@ class _GroupedProduct(torch.autograd.Function):
             grad_x = grouped_mm(grad.contiguous(), weight.flatten(1, -2), ends_of(counts, grad.device))
         elif needs_dgrad:
             grad_x = grad.new_empty((len(grad), weight.shape[-1]))  # [rows, in]
-            for out, part, matrix in zip(grad_x.split(counts), grad.split(counts), _matrices(weight)):
-                if len(part):
-                    matmul.write_dgrad(out, part, matrix, None)
+            _write_products(matmul.write_dgrad, grad_x, grad, weight, counts, matmul)
         if needs_wgrad and store.is_collecting and main_grad_of(ctx.weight) is not None:
             store.put(partial(_accumulate, ctx.weight, grad, x.detach(), counts, matmul))
             grad_was_deferred(ctx.weight)
         elif needs_wgrad:
             grad_weight = _accumulate(ctx.weight, grad, x, counts, matmul)
         return grad_x, grad_weight, None, None, None, None
+
+
+def _write_products(
+    write: Callable[..., None], out: Tensor, x: Tensor, weight: Tensor, counts: tuple[int, ...], matmul: MatmulBackend
+) -> None:
+    """Write the product of each expert's rows with its matrix. x: [rows, ..], out: [rows, ..], weight: [E, .., in]
+
+    A product may have more rows than its expert (`rows_of_product`). They are those of the experts behind it, which are
+    written after it; behind the last ones there are none, so the rows before them are taken, and only theirs are kept.
+    """
+    start = 0
+    for rows, matrix in zip(counts, _matrices(weight)):
+        if not rows:
+            continue
+        stop = start + rows
+        end = start + matmul.rows_of_product(rows, x)
+        begin = start - (end - len(x))
+        if end <= len(x):
+            write(out[start:end], x[start:end], matrix, None)
+        elif begin >= 0:
+            product = out.new_empty((end - start, out.shape[1]))
+            write(product, x[begin:], matrix, None)
+            out[start:stop] = product[start - begin : stop - begin]
+        else:
+            write(out[start:stop], x[start:stop], matrix, None)
+        start = stop
 
 
 # torch.nn.functional.grouped_mm since 2.10; earlier releases have none that is public
@@ -205,7 +228,9 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
     Its kernels take no float64, and rows whose bytes are a multiple of 16.
     """
-    if grouped_mm is None:
+    if grouped_mm is None or is_half_precision_on_cpu(
+        x.dtype, x.device
+    ):  # a loop there, a shape each (`rows_of_product`)
         return False
     widths = x.shape[-1], weight[0].numel() // weight.shape[-1]
     return (
