@@ -6,7 +6,8 @@
     python benchmarks/experts.py --rounds 2 --steps 1                         whether it runs
 
     model    one process trains a Mixtral: ours, and transformers' with each implementation of experts that it has for a CPU
-    layer    forward and backward of a layer of experts, and of a dense MLP as wide as a token's experts together
+    layer    forward and backward of a layer of experts, and of a dense MLP as wide as a token's experts together; also of the
+             experts alone, without router and dispatch, the least that such a layer takes
     ranks    two processes over gloo, one thread each, train the model of ours: EP 2, and ZeRO 1 with all experts on both
 
 Contenders of a work take turns of `--steps` steps, `--rounds` times; the order rotates. All compute with the tokens of
@@ -56,7 +57,9 @@ from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import ParallelMLP
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.experts import ParallelExperts
 from megatron.core.transformer.moe.moe_layer import ParallelMoE
+from megatron.core.transformer.moe.token_dispatcher import ExpertRows
 from megatron.training.step import train_step
 
 LR, CLIP, DECAY = 1e-4, 1.0, 0.01
@@ -191,10 +194,13 @@ def theirs(options: argparse.Namespace, implementation: str, *, pure: bool = Fal
 def layer(options: argparse.Namespace, kind: type[nn.Module], config: ModelConfig) -> Step:
     """Return the forward and backward of one layer, with the gradients of its inputs and weights."""
     mesh, keys = single_rank_mesh(), SampleDropoutKeys(1)
-    module = kind(config, 0, LayerContext.from_mesh(mesh, config.params_dtype, keys, fills=False))
+    context = LayerContext.from_mesh(mesh, config.params_dtype, keys, fills=False)
+    module = kind(config, context) if kind is ProductsOfExperts else kind(config, 0, context)
     initialize_parameters(module, 1, mesh)
     chunk = DistributedDataParallel(module, mesh)
     shape = options.sequence, options.batch, options.hidden
+    if kind is ProductsOfExperts:
+        shape = options.topk * options.sequence * options.batch, options.hidden
     generator = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(shape, generator=generator).to(config.params_dtype) for _ in range(2))
     x.requires_grad_()
@@ -206,6 +212,14 @@ def layer(options: argparse.Namespace, kind: type[nn.Module], config: ModelConfi
         chunk.finish_grad_sync()
 
     return step
+
+
+class ProductsOfExperts(ParallelExperts):
+    """A layer of experts without its router: x [rows, h], equally many of each expert, as they lie."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts = len(self.linear_fc1.weight)
+        return super().forward(ExpertRows(x, (len(x) // experts,) * experts))
 
 
 def contender(name: str, options: argparse.Namespace) -> tuple[Step, int]:
@@ -341,6 +355,7 @@ def measure_layer(options: argparse.Namespace) -> str:
     steps = {
         "experts": layer(options, ParallelMoE, config_of(options)),
         "experts, grouped GEMM": layer(options, ParallelMoE, config_of(options, moe_grouped_gemm=True)),
+        "experts alone, rows in order": layer(options, ProductsOfExperts, config_of(options)),
         name_of_dense: layer(options, ParallelMLP, dense),
     }
     times = measure(options, {name: partial(timed, step) for name, step in steps.items()})
