@@ -62,7 +62,7 @@ class MatmulBackend:
         total.add_(self.forward(x, weight, state))
 
     def write_forward(self, out: Tensor, x: Tensor, weight: Tensor, state: nn.Module | None) -> None:
-        """Write X W^T to out. x: [tokens, in], weight: [out, in], out: [tokens, out], rows of the results of many experts."""
+        """Write X W^T to out. x: [tokens, in], weight: [out, in], out: [tokens, out], rows of a larger matrix."""
         out.copy_(self.forward(x, weight, state))
 
     def rows_of_product(self, rows: int, x: Tensor) -> int:
