@@ -1,7 +1,9 @@
 """Runs of pretrain_gpt.py with experts: resumed, resharded, measured, and what their ranks send."""
 
+import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +30,7 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.count_flops_by_module import stage_flops
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
+from megatron.core.tensor_parallel.linear_autograd import TorchMatmul
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -185,6 +188,54 @@ def test_rows_travel_as_the_closed_form_says(layout: Layout):
         assert sent[("reduce_scatter", everyone * x)] == 2 * layers
         assert sent[("all_gather", weights)] == 2 * layers  # weights, and choices of 8 bytes
         assert sent[("reduce_scatter", everyone * weights)] == layers
+
+
+def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytest.MonkeyPatch):
+    """Two rows in four are a rank's own. Half of its experts have theirs computed during the dispatch, the other half while the
+    results go back, and so have the gradients. Experts without rows have no product."""
+    config = replace(GPT2, **FORCED, moe_token_dispatcher_type="alltoall", num_layers=1)
+    layout = Layout(dp=2, ep=2, m=1, data_parallel=zero(1))
+    products: dict[int, list[str]] = {}  # of each thread
+
+    def noting(name: str):
+        method = getattr(TorchMatmul, name)
+
+        def note(*arguments) -> None:
+            products.setdefault(threading.get_ident(), []).append(name)
+            method(*arguments)
+
+        return note
+
+    for name in ("write_forward", "write_dgrad"):
+        monkeypatch.setattr(TorchMatmul, name, noting(name))
+
+    def work(mesh: Mesh) -> list[str]:
+        events = products.setdefault(threading.get_ident(), [])
+
+        def listen(call, tensor, *, is_result: bool) -> None:
+            if call.op == "all_to_all_v":
+                events.append("end" if is_result else "begin")
+
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+        mesh.ledger.listener = listen
+        tiny.step(0)
+        return events
+
+    def both_ways(product: str) -> list[tuple[str, int]]:
+        two = 2  # linears
+        return [
+            ("begin", 1),
+            (product, 2 * two),
+            ("end", 1),
+            (product, 4 * two),
+            ("begin", 1),
+            (product, 2 * two),
+            ("end", 1),
+        ]
+
+    for events in run_ranks(layout.sizes, work):
+        runs = [(name, len(list(same))) for name, same in groupby(events)]
+        assert runs == [*both_ways("write_forward"), *both_ways("write_dgrad")]
 
 
 def test_dispatch_begins_before_the_shared_experts_and_is_waited_for_after_them():
