@@ -82,6 +82,7 @@ SCENARIOS = {
     ),
 }
 _PROBE = re.compile(r"iter_0000000\.[0-9]+\.partial")  # by which a start finds that it may write; the number is drawn
+_FOLDER = re.compile(r"^tmp[a-z0-9_]{8}$")  # in which the root is; drawn
 ON_WRITES = ("killed in", "ENOSPC in", "EIO in", "short")
 ON_CHANGES = ("killed", "killed alone", "ENOSPC", "EIO")
 ON_READS = ("EIO",)
@@ -104,7 +105,7 @@ def known(call: FileCall) -> FileCall:
     """The call, with a name that is the same wherever the folder lies."""
     call = call._replace(name=_PROBE.sub("iter_0000000.N.partial", call.name))
     is_of_root = not call.name.partition(" ")[2].startswith("iter_") and not call.name.startswith("iter_")
-    return call._replace(name=call.name.rpartition("/")[2]) if is_of_root else call
+    return call._replace(name=_FOLDER.sub("folder of the root", call.name.rpartition("/")[2])) if is_of_root else call
 
 
 @dataclass(frozen=True)
