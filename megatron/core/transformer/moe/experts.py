@@ -107,7 +107,8 @@ class ParallelExperts(nn.Module):
         self.topk = config.moe_router_topk
         self.etp = context.experts.etp
         self.activation = activation.select(config, context.tp.device)
-        self.recomputes_activation = config.recomputes("moe_act")
+        # The recomputation of the whole layer makes tensors of its own, which no hook of this forward would fill again.
+        self.recomputes_activation = config.recomputes("moe_act") and not config.recomputes("moe")
         fc1 = (experts, 2 if config.is_gated else 1, f, h)
         bias = config.has_mlp_bias
         self.linear_fc1 = GroupedLinear(
