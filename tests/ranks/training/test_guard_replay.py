@@ -146,7 +146,10 @@ def test_a_rank_is_at_fault_where_it_had_received_the_same():
     ("layout", "flags"),
     [
         (Layout(), "--gated --activation silu --activation-func-clamp-value 0.01"),  # has gradients of 0, and of -0
-        (Layout(dp=2, ep=2), "--zero-stage 3 --overlap-grad-reduce --overlap-param-gather --expert-model-parallel-size 2"),
+        (
+            Layout(dp=2, ep=2),
+            "--zero-stage 3 --overlap-grad-reduce --overlap-param-gather --expert-model-parallel-size 2",
+        ),
     ],
     ids=["zeros", "gathered ahead"],
 )
