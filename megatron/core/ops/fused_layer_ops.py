@@ -5,6 +5,7 @@ other dimensions.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,13 +139,34 @@ def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor
     return grad_x.to(x.dtype), sum_over_rows(grad_x, bias)
 
 
+class _GatedSilu(torch.autograd.Function):
+    """silu(gate) * up, with the gradients of both written to one tensor: autograd itself would join two by a copy.
+
+    It saves x alone, and computes silu(gate) again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x: [.., gate | up] -> [.., f]"""
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """grad: [.., f] -> [.., gate | up]. Saved: x."""
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up of x + bias. x: [.., gate | up], bias: [gate | up] -> [.., f]"""
-    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
-    activated = functional.silu(gate)
-    if not torch.is_grad_enabled():
-        return activated.mul_(up)  # no backward needs it
-    return activated * up
+    return _GatedSilu.apply(x if bias is None else x + bias)
 
 
 def _gated_silu(x: Tensor, bias: Tensor | None) -> tuple[Tensor]:

@@ -493,16 +493,21 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     return start_broadcast(x, axis, source).wait()
 
 
-def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Send the i-th equal part of dimension 0 to the rank at position i; return the received parts in rank order.
+def start_all_to_all(x: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
+    """Start to send the i-th equal part of dimension 0 to the rank at position i. The result: the received parts in rank order.
 
     x and result: [n, ...], n a multiple of the axis size. Every rank of the axis must call.
     """
     if axis.size == 1:
-        return x
+        return done(x)
     x = x.contiguous()
     out = torch.empty_like(x)
-    return _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out).wait()
+    return _issue("all_to_all", axis, x, lambda: axis.group.all_to_all(out, x), out)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Exchange equal parts with every rank, as `start_all_to_all`: [n, ...] -> [n, ...]. Every rank of the axis must call."""
+    return start_all_to_all(x, axis).wait()
 
 
 def start_all_to_all_v(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> AsyncHandle[Tensor]:

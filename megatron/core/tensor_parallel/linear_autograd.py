@@ -31,6 +31,7 @@ from megatron.core.ops.cpu_half_precision_matmul import (
     MatmulMode,
     MatmulModes,
     dgrad,
+    is_half_precision_on_cpu,
     linear_forward,
     wgrad,
 )
@@ -195,8 +196,29 @@ class TorchMatmul(MatmulBackend):
         else:
             super().add_forward(total, x, weight, state)
 
+    def write_forward(self, out: Tensor, x: Tensor, weight: Tensor, state: nn.Module | None = None) -> None:
+        if self.modes.forward == "native":
+            torch.mm(x, weight.t(), out=out)
+        else:
+            super().write_forward(out, x, weight, state)
+
+    def rows_of_product(self, rows: int, x: Tensor) -> int:
+        """oneDNN, which multiplies half precision on a CPU, compiles a kernel for each shape, 1 to 2 ms: longer than a product
+        of 500 rows with [1024, 256] takes. It keeps them, and eight between a power of two and the next are few enough.
+        """
+        if not is_half_precision_on_cpu(x.dtype, x.device):
+            return rows
+        step = 1 << max(0, rows.bit_length() - 4)
+        return -(-rows // step) * step
+
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> Tensor:
         return dgrad(grad, weight, self.modes.backward)
+
+    def write_dgrad(self, out: Tensor, grad: Tensor, weight: Tensor, state: nn.Module | None = None) -> None:
+        if self.modes.backward == "native":
+            torch.mm(grad, weight, out=out)
+        else:
+            super().write_dgrad(out, grad, weight, state)
 
     def wgrad(self, grad: Tensor, x: Tensor, state: nn.Module | None = None) -> Tensor:
         return wgrad(grad, x, self.modes.backward)

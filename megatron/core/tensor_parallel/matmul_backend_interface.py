@@ -61,9 +61,25 @@ class MatmulBackend:
         """
         total.add_(self.forward(x, weight, state))
 
+    def write_forward(self, out: Tensor, x: Tensor, weight: Tensor, state: nn.Module | None) -> None:
+        """Write X W^T to out. x: [tokens, in], weight: [out, in], out: [tokens, out], rows of a larger matrix."""
+        out.copy_(self.forward(x, weight, state))
+
+    def rows_of_product(self, rows: int, x: Tensor) -> int:
+        """Return how many rows a product of `rows` rows of x should have, at least `rows`, where others lie behind them.
+
+        Numbers of rows change in every step where a router decides them. Kernels that are compiled for each shape need few
+        shapes.
+        """
+        return rows
+
     def dgrad(self, grad: Tensor, weight: Tensor, state: nn.Module | None) -> Tensor:
         """Return dY W. grad: [.., out], weight: [out, in] -> [.., in] in the dtype of grad, in memory of its own."""
         raise NotImplementedError
+
+    def write_dgrad(self, out: Tensor, grad: Tensor, weight: Tensor, state: nn.Module | None) -> None:
+        """Write dY W to out. grad: [tokens, out], weight: [out, in], out: [tokens, in]; see `write_forward`."""
+        out.copy_(self.dgrad(grad, weight, state))
 
     def wgrad(self, grad: Tensor, x: Tensor, state: nn.Module | None) -> Tensor:
         """Return dY^T X. grad: [tokens, out], x: [tokens, in] -> [out, in]"""

@@ -14,7 +14,8 @@ class StackedLinear(nn.Module):
     """A linear of each expert, for the rows of each. `replace_linears` may exchange it.
 
     weight: [E, .., in] of this rank, whose dimensions between make up the output, such as [E, 2, f, h] of gate and up; its
-    placement has at most one axis for a dimension. axes: those that shard it, by name.
+    placement has at most one axis for a dimension. axes: those that shard it, by name. calls: how often one forward of the model
+    calls it, which is the number of gradients that a backward adds to a parameter by `product`.
 
     forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
     """
@@ -23,6 +24,7 @@ class StackedLinear(nn.Module):
     bias: nn.Parameter | None
     tp: TensorParallel
     axes: Mapping[str, Axis]
+    calls: int = 1
 
     def forward(self, x: Tensor, counts: Sequence[int], **options: Any) -> Tensor:
         raise NotImplementedError
@@ -69,4 +71,6 @@ class StackedLinear(nn.Module):
             reduce_over=of_weight.reduce_over,
             init_per_matrix=True,
         )
-        return self.tp.parameter(tuple(local), placement, tuple(self.axes.values()))
+        parameter = self.tp.parameter(tuple(local), placement, tuple(self.axes.values()))
+        parameter.num_grads_per_backward = self.calls
+        return parameter

@@ -1,7 +1,9 @@
 """Runs of pretrain_gpt.py with experts: resumed, resharded, measured, and what their ranks send."""
 
+import threading
 from collections import Counter
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from whole_run import TINY
 
 import pretrain_gpt
+from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
 from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.inference import load_gpt, read_saved_settings
@@ -27,6 +30,7 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.count_flops_by_module import stage_flops
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
+from megatron.core.tensor_parallel.linear_autograd import TorchMatmul
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -186,6 +190,54 @@ def test_rows_travel_as_the_closed_form_says(layout: Layout):
         assert sent[("reduce_scatter", everyone * weights)] == layers
 
 
+def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytest.MonkeyPatch):
+    """Two rows in four are a rank's own. Half of its experts have theirs computed during the dispatch, the other half while the
+    results go back, and so have the gradients. Experts without rows have no product."""
+    config = replace(GPT2, **FORCED, moe_token_dispatcher_type="alltoall", num_layers=1)
+    layout = Layout(dp=2, ep=2, m=1, data_parallel=zero(1))
+    products: dict[int, list[str]] = {}  # of each thread
+
+    def noting(name: str):
+        method = getattr(TorchMatmul, name)
+
+        def note(*arguments) -> None:
+            products.setdefault(threading.get_ident(), []).append(name)
+            method(*arguments)
+
+        return note
+
+    for name in ("write_forward", "write_dgrad"):
+        monkeypatch.setattr(TorchMatmul, name, noting(name))
+
+    def work(mesh: Mesh) -> list[str]:
+        events = products.setdefault(threading.get_ident(), [])
+
+        def listen(call, tensor, *, is_result: bool) -> None:
+            if call.op == "all_to_all_v":
+                events.append("end" if is_result else "begin")
+
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT)
+        mesh.ledger.listener = listen
+        tiny.step(0)
+        return events
+
+    def both_ways(product: str) -> list[tuple[str, int]]:
+        two = 2  # linears
+        return [
+            ("begin", 1),
+            (product, 2 * two),
+            ("end", 1),
+            (product, 4 * two),
+            ("begin", 1),
+            (product, 2 * two),
+            ("end", 1),
+        ]
+
+    for events in run_ranks(layout.sizes, work):
+        runs = [(name, len(list(same))) for name, same in groupby(events)]
+        assert runs == [*both_ways("write_forward"), *both_ways("write_dgrad")]
+
+
 def test_dispatch_begins_before_the_shared_experts_and_is_waited_for_after_them():
     config = replace(
         LLAMA,
@@ -292,10 +344,10 @@ def test_memory_stays_within_the_bound_where_all_tokens_visit_the_experts_of_one
     def first(logits: Tensor, k: int, **_) -> Tensor:
         return torch.arange(k, device=logits.device).expand(*logits.shape[:-1], k).clone()
 
-    def as_many_from_each(counts: Tensor, axis: Axis) -> Tensor:
-        return counts[axis.rank].expand_as(counts).clone()
+    def as_many_from_each(counts: Tensor, axis: Axis) -> AsyncHandle[Tensor]:
+        return done(counts[axis.rank].expand_as(counts).clone())
 
-    alike = SimpleNamespace(**vars(token_dispatcher.collectives) | {"all_to_all": as_many_from_each})
+    alike = SimpleNamespace(**vars(token_dispatcher.collectives) | {"start_all_to_all": as_many_from_each})
     monkeypatch.setattr(moe_utils, "choose_experts", first)
     monkeypatch.setattr(token_dispatcher, "collectives", alike)
     ep, layers, h, f = 2, 2, 64, 96
@@ -304,7 +356,8 @@ def test_memory_stays_within_the_bound_where_all_tokens_visit_the_experts_of_one
         f"{SMALL} {ranks} --num-layers {layers} --num-experts 8 --moe-ffn-hidden-size {f} --swiglu {flags}".split()
     )
     rows = (4 if "topk 4" in flags else 2) * 2 * 64  # of a microbatch of this rank
-    more = (ep - 1) * rows * (layers + 1) * (2 * h + 3 * f) * 4
+    results = "allgather" in flags  # of all experts here; alltoall keeps those of the rank's own tokens
+    more = (ep - 1) * rows * (layers + 1) * ((1 + results) * h + 3 * f) * 4
     predicted = got.predicted.bytes["activations"]
     assert predicted < got.bytes["activations"] <= 1.01 * predicted + more
     if "recompute" not in flags:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import in_chunks
 
 Z = torch.tensor([[2, 1, 0, -1], [0, 0.5, 1, -0.5], [1, -1, 2, 0], [-1, 0, 1, 3]], dtype=torch.float64)
 BIAS = torch.tensor([0, 0.3, -0.2, 0.1], dtype=torch.float64)
@@ -148,16 +149,21 @@ def test_experts_in_turn_have_equal_numbers_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("received", "expected"),
+    ("received", "expected"),  # [ranks][experts]
     [
-        ([[3]], [(0, 3)]),
-        ([[1, 2], [0, 4]], [(0, 1), (3, 3), (1, 3), (3, 7)]),
-        ([[0, 0], [0, 0]], [(0, 0)] * 4),
-        ([[2, 1, 1], [1, 0, 2]], [(0, 2), (4, 5), (2, 3), (5, 5), (3, 4), (5, 7)]),
+        ([[3]], [0, 1, 2]),
+        ([[1, 2], [0, 4]], [0, 1, 2, 3, 4, 5, 6]),
+        ([[1, 2], [2, 1]], [0, 3, 4, 1, 2, 5]),
+        ([[0, 0], [0, 0]], []),
+        ([[0, 0], [2, 1]], [0, 1, 2]),
+        ([[2, 1, 1], [1, 0, 2]], [0, 1, 4, 2, 3, 5, 6]),
     ],
 )
-def test_chunks_of_ranks_become_chunks_of_experts(received: list, expected: list):
-    assert moe_utils.chunk_order(received) == expected
+def test_chunks_of_ranks_become_chunks_of_experts_and_go_back(received: list, expected: list):
+    rows = torch.arange(sum(map(sum, received))).unsqueeze(1)  # [rows, 1]
+    by_expert = in_chunks(rows, received)
+    assert by_expert.flatten().tolist() == expected
+    assert (in_chunks(by_expert, list(zip(*received))) == rows).all()
 
 
 def test_rows_by_expert_and_back():

@@ -8,7 +8,7 @@ have brought here; the copies over edp add theirs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
+from megatron.core.ops.cpu_half_precision_matmul import is_half_precision_on_cpu
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.ops.weight_grad_store import WeightGradStore
@@ -28,7 +29,7 @@ from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, ExpertRows
 from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute
 
 
@@ -36,7 +37,8 @@ class GroupedLinear(StackedLinear):
     """Y = X A_e^T + b_e for the rows of each expert e of this rank.
 
     shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
-    each expert has one. grouped: multiply all experts by one call where the device and dtype have it.
+    each expert has one. grouped: multiply all experts by one call where the device and dtype have it. calls: see
+    `StackedLinear`.
 
     forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
     """
@@ -50,6 +52,7 @@ class GroupedLinear(StackedLinear):
         shard: dict[str, int],
         bias: bool,
         grouped: bool = False,
+        calls: int = 1,
     ):
         super().__init__()
         tp = context.tp
@@ -63,7 +66,9 @@ class GroupedLinear(StackedLinear):
         placement = Placement(shape, init, shard=shard, **of_experts)
         self.tp = tp
         self.grouped = grouped and tp.matmul_backend is None
+        self.calls = calls
         self.weight = tp.parameter(tuple(local), placement, (ranks.ep, ranks.etp))
+        self.weight.num_grads_per_backward = calls
         self.bias = None
         if bias:
             kept = {name: dim for name, dim in shard.items() if dim < len(shape) - 1}
@@ -109,19 +114,16 @@ class ParallelExperts(nn.Module):
         self.activation = activation.select(config, context.tp.device)
         # The recomputation of the whole layer makes tensors of its own, which no hook of this forward would fill again.
         self.recomputes_activation = config.recomputes("moe_act") and not config.recomputes("moe")
-        fc1 = (experts, 2 if config.is_gated else 1, f, h)
-        bias = config.has_mlp_bias
-        self.linear_fc1 = GroupedLinear(
-            fc1, context, config.init, shard={"ep": 0, "etp": 2}, bias=bias, grouped=config.moe_grouped_gemm
-        )
-        self.linear_fc2 = GroupedLinear(
-            (experts, h, f),
-            context,
-            config.output_init,
+        linear = partial(
+            GroupedLinear,
+            context=context,
             shard={"ep": 0, "etp": 2},
-            bias=bias,
+            bias=config.has_mlp_bias,
             grouped=config.moe_grouped_gemm,
+            calls=DISPATCHERS[config.moe_token_dispatcher_type].calls_of_experts(experts, context.experts),
         )
+        self.linear_fc1 = linear((experts, 2 if config.is_gated else 1, f, h), init=config.init)
+        self.linear_fc2 = linear((experts, h, f), init=config.output_init)
 
     def forward(self, rows: ExpertRows) -> Tensor:
         hidden = self.linear_fc1(rows.x, rows.counts)  # [rows, gate | up]
@@ -160,8 +162,9 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.rest = counts, store, matmul, grouped
         if grouped:
             return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), ends_of(counts, x.device))
-        parts = [matmul.forward(part, matrix, None) for part, matrix in zip(x.split(counts), _matrices(weight))]
-        return torch.cat(parts)
+        y = x.new_empty((len(x), weight[0].numel() // weight.shape[-1]))  # [rows, out]
+        _write_products(matmul.write_forward, y, x, weight, counts, matmul)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,14 +179,40 @@ class _GroupedProduct(torch.autograd.Function):
         if needs_dgrad and grouped:
             grad_x = grouped_mm(grad.contiguous(), weight.flatten(1, -2), ends_of(counts, grad.device))
         elif needs_dgrad:
-            parts = zip(grad.split(counts), _matrices(weight))
-            grad_x = torch.cat([matmul.dgrad(part, matrix, None) for part, matrix in parts])
+            grad_x = grad.new_empty((len(grad), weight.shape[-1]))  # [rows, in]
+            _write_products(matmul.write_dgrad, grad_x, grad, weight, counts, matmul)
         if needs_wgrad and store.is_collecting and main_grad_of(ctx.weight) is not None:
             store.put(partial(_accumulate, ctx.weight, grad, x.detach(), counts, matmul))
             grad_was_deferred(ctx.weight)
         elif needs_wgrad:
             grad_weight = _accumulate(ctx.weight, grad, x, counts, matmul)
         return grad_x, grad_weight, None, None, None, None
+
+
+def _write_products(
+    write: Callable[..., None], out: Tensor, x: Tensor, weight: Tensor, counts: tuple[int, ...], matmul: MatmulBackend
+) -> None:
+    """Write the product of each expert's rows with its matrix. x: [rows, ..], out: [rows, ..], weight: [E, .., in]
+
+    A product may have more rows than its expert (`rows_of_product`). They are those of the experts behind it, which are
+    written after it; behind the last ones there are none, so the rows before them are taken, and only theirs are kept.
+    """
+    start = 0
+    for rows, matrix in zip(counts, _matrices(weight)):
+        if not rows:
+            continue
+        stop = start + rows
+        end = start + matmul.rows_of_product(rows, x)
+        begin = start - (end - len(x))
+        if end <= len(x):
+            write(out[start:end], x[start:end], matrix, None)
+        elif begin >= 0:
+            product = out.new_empty((end - start, out.shape[1]))
+            write(product, x[begin:], matrix, None)
+            out[start:stop] = product[start - begin : stop - begin]
+        else:
+            write(out[start:stop], x[start:stop], matrix, None)
+        start = stop
 
 
 # torch.nn.functional.grouped_mm since 2.10; earlier releases have none that is public
@@ -200,7 +229,9 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
     Its kernels take no float64, and rows whose bytes are a multiple of 16.
     """
-    if grouped_mm is None:
+    if grouped_mm is None or is_half_precision_on_cpu(
+        x.dtype, x.device
+    ):  # a loop there, a shape each (`rows_of_product`)
         return False
     widths = x.shape[-1], weight[0].numel() // weight.shape[-1]
     return (

@@ -66,7 +66,7 @@ class ParallelMoE(nn.Module):
         shared = None
         if self.shared_experts is not None and config.moe_shared_expert_overlap:
             shared = self.shared(whole)
-        y = dispatcher.combine(self.experts(dispatcher.wait())).view(x.shape)
+        y = dispatcher.finish(self.experts).view(x.shape)
         if divides:
             y = autograd_collectives.gather_replicated_sequence(y, tp.axis)
         if self.shared_experts is not None:

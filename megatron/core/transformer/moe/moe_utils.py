@@ -8,7 +8,6 @@ Where a choice is made, equal values are decided by the lower index, so that eve
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -227,20 +226,9 @@ def order_by_expert(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple
     return order, place.view(ids.shape), counts
 
 
-def chunk_order(received: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the (start, stop) of chunks that arrive by (rank, local expert), in the order (local expert, rank).
-
-    received: [ranks][local experts], numbers of rows. Pure integers.
-    """
-    starts = []
-    start = 0
-    for of_rank in received:
-        starts.append([])
-        for rows in of_rank:
-            starts[-1].append(start)
-            start += rows
-    local = len(received[0])
-    return [(starts[r][e], starts[r][e] + received[r][e]) for e in range(local) for r in range(len(received))]
+def chunk_order(n: int, m: int) -> list[int]:
+    """Return the places of the chunks that lie by (i, j), in the order of (j, i); i < n, j < m. Pure integers."""
+    return [i * m + j for j in range(m) for i in range(n)]
 
 
 __getattr__ = names_of_megatron(__name__)

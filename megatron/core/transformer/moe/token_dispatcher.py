@@ -1,7 +1,7 @@
 """How tokens reach their experts on other ranks, and how the results come back.
 
     alltoall    each row (token, expert) is sent to the ranks of its expert
-                rows by expert -> all-to-all -> (rank, expert) rows -> experts -> all-to-all -> rows by expert -> sums
+                rows by expert -> all-to-all -> rows by (rank, expert) -> experts -> all-to-all -> rows by expert -> sums
     allgather   every rank receives all tokens, takes those of its experts, and the sums of results are scattered
 
 Both send over "ep_etp": a rank of etp has a part of the hidden features of an expert, so a row goes to all ranks of its expert,
@@ -9,6 +9,7 @@ and their results are added. Weights stay where the token is. Every rank of ep_e
 without rows.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +24,20 @@ from megatron.core.transformer.moe.moe_utils import chunk_order, order_by_expert
 
 
 class ExpertRows(NamedTuple):
-    """The rows that this rank's experts compute: x [rows, h], by expert; counts: the rows of each."""
+    """Rows that this rank's experts compute: x [rows, h], by expert; counts: the rows of each."""
 
     x: Tensor
     counts: tuple[int, ...]
 
 
+Experts = Callable[[ExpertRows], Tensor]  # -> results [rows, h]
+
+
 class TokenDispatcher:
     """Takes tokens to their experts and back. One object serves one forward.
 
-    start(tokens [T, h], ids [T, K], weights [T, K], kept bool [T, K] or None: all) begins to send. wait() -> the rows of this
-    rank's experts. combine(results [rows, h]) -> [T, h], the sum of each token's results times weights.
+    start(tokens [T, h], ids [T, K], weights [T, K], kept bool [T, K] or None: all) begins to send. finish(experts) computes
+    the rows that are for this rank's experts, and returns [T, h]: the sum of each token's results times weights.
     """
 
     def __init__(self, num_experts: int, ranks: ExpertParallel):
@@ -41,65 +45,103 @@ class TokenDispatcher:
         self.ranks = ranks
         self.local = num_experts // ranks.ep.size  # experts of a rank
 
+    @staticmethod
+    def calls_of_experts(num_experts: int, ranks: ExpertParallel) -> int:
+        """Return how often `finish` calls the experts, the same number on every rank."""
+        return 1
+
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
         raise NotImplementedError
 
-    def wait(self) -> ExpertRows:
-        raise NotImplementedError
-
-    def combine(self, results: Tensor) -> Tensor:
+    def finish(self, experts: Experts) -> Tensor:
         raise NotImplementedError
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Send each row to the ranks of its expert. For the methods see `TokenDispatcher`."""
+    """Send each row to the ranks of its expert. For the methods see `TokenDispatcher`.
+
+    A rank's own rows do not travel. It computes those of the first half of its experts while the others come, and
+    those of the second half while the others' results go back; in the backward the other way around.
+    """
+
+    @staticmethod
+    def calls_of_experts(num_experts: int, ranks: ExpertParallel) -> int:
+        """A half without experts is no call. Rows decide nothing here: modules that gather weights need equal calls."""
+        if ranks.ep_etp.size == 1:
+            return 1
+        return 3 if num_experts > ranks.ep.size else 2
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
-        everyone = self.ranks.ep_etp
-        parts = self.ranks.etp.size
+        everyone, parts = self.ranks.ep_etp, self.ranks.etp.size
         order, self.place, counts = order_by_expert(ids, kept, self.num_experts)
         self.weights = weights
         if everyone.size == 1:
-            self.counts = row_counts(counts, ids.numel())
-            self.order = order[: sum(self.counts)]
-            self.rows = TokensToRows.apply(tokens, self.order, self.place)
+            self.own_counts = row_counts(counts, ids.numel())
+            self.order = order[: sum(self.own_counts)]
+            _, self.own = TokensToRows.apply(tokens, self.order, self.place, (0, len(self.order)))
             return
 
         # how many rows go where; each goes to all ranks that have a part of its expert
         counts = counts.view(-1, self.local)  # [ep, local]
-        arriving = collectives.all_to_all(counts.repeat_interleave(parts, 0), everyone)  # [ranks, local]
-        self.per_share = row_counts(counts.sum(1), ids.numel())  # rows to each rank of ep
-        self.sent = [n for n in self.per_share for _ in range(parts)]
-        self.received = row_counts(arriving, ids.numel() * parts)  # [ranks][local]
+        arriving = collectives.start_all_to_all(counts.repeat_interleave(parts, 0), everyone)  # [ranks, local]
+        self.shares = row_counts(counts.sum(1), ids.numel())  # rows to each rank of ep
+        start = sum(self.shares[: self.ranks.ep.rank])
+        stop = start + self.shares[self.ranks.ep.rank]
+        self.order = order[: sum(self.shares)]
+        others, self.own = TokensToRows.apply(tokens, self.order, self.place, (start, stop))
+        self.received = row_counts(arriving.wait(), ids.numel() * parts)  # [ranks][local]
+        self.own_counts, self.received[everyone.rank] = self.received[everyone.rank], [0] * self.local
         self.received_of_rank = [sum(of_rank) for of_rank in self.received]
-        self.counts = [sum(of_rank[e] for of_rank in self.received) for e in range(self.local)]
+        self.sent = [n for n in self.shares for _ in range(parts)]
+        self.sent[everyone.rank] = 0
+        self.sending = autograd_collectives.StartedAllToAll(
+            self.for_peers(others), everyone, self.sent, self.received_of_rank
+        )
 
-        self.order = order[: sum(self.per_share)]
-        rows = TokensToRows.apply(tokens, self.order, self.place)
-        if parts > 1:
-            rows = torch.cat([part for part in rows.split(self.per_share) for _ in range(parts)])
-        self.sending = autograd_collectives.StartedAllToAll(rows, everyone, self.sent, self.received_of_rank)
+    def for_peers(self, others: Tensor) -> Tensor:
+        """Return the rows to send, in the order of the ranks. others: [rows, h], for the experts of other ranks of ep."""
+        parts, me = self.ranks.etp.size, self.ranks.ep.rank
+        if parts == 1:
+            return others
+        shares = list(others.split(self.shares[:me] + self.shares[me + 1 :]))
+        copies = [parts] * len(shares)
+        shares.insert(me, self.own)
+        copies.insert(me, parts - 1)  # to the ranks that have the other parts of this rank's experts
+        return torch.cat([share for share, n in zip(shares, copies) for _ in range(n)])
 
-    def wait(self) -> ExpertRows:
-        if self.ranks.ep_etp.size == 1:
-            return ExpertRows(self.rows, tuple(self.counts))
-        arrived = self.sending.wait()  # by (rank, expert)
-        chunks = chunk_order(self.received)
-        return ExpertRows(torch.cat([arrived[start:stop] for start, stop in chunks]), tuple(self.counts))
-
-    def combine(self, results: Tensor) -> Tensor:
+    def finish(self, experts: Experts) -> Tensor:
         everyone = self.ranks.ep_etp
+        if everyone.size == 1:
+            rows = experts(ExpertRows(self.own, tuple(self.own_counts)))
+            return RowsToTokens.apply(rows, self.weights, self.order, self.place)
+        half = (self.local + 1) // 2
+        halves = self.own.split([sum(self.own_counts[:half]), sum(self.own_counts[half:])])
+        nothing = [0] * self.local
+        first = experts(ExpertRows(halves[0], (*self.own_counts[:half], *nothing[half:])))
+
+        # from (rank, expert), as rows come, to (expert, rank), and back
+        by_expert = [[of_rank[e] for of_rank in self.received] for e in range(self.local)]
+        rows = in_chunks(self.sending.wait(), self.received)
+        results = in_chunks(experts(ExpertRows(rows, tuple(map(sum, by_expert)))), by_expert)
+        returning = autograd_collectives.StartedAllToAll(results, everyone, self.received_of_rank, self.sent)
+
+        own = first
+        if half < self.local:
+            second = experts(ExpertRows(halves[1], (*nothing[:half], *self.own_counts[half:])))
+            own = torch.cat((first, second))
+        terms = list(returning.wait().split(self.sent))
+        terms[everyone.rank] = own
         parts = self.ranks.etp.size
-        rows = results
-        if everyone.size > 1:
-            # from (expert, rank) to (rank, expert), as they came
-            by_expert = [[of_rank[e] for of_rank in self.received] for e in range(self.local)]
-            rows = torch.cat([results[start:stop] for start, stop in chunk_order(by_expert)])
-            rows = autograd_collectives.all_to_all_v(rows, everyone, self.received_of_rank, self.sent)
         if parts > 1:  # the sum of the terms of an expert's ranks
-            terms = rows.split(self.sent)
-            rows = torch.cat([sum(terms[i + 1 : i + parts], terms[i]) for i in range(0, len(terms), parts)])
-        return RowsToTokens.apply(rows, self.weights, self.order, self.place)
+            terms = [sum(terms[i + 1 : i + parts], terms[i]) for i in range(0, len(terms), parts)]
+        return RowsToTokens.apply(torch.cat(terms), self.weights, self.order, self.place)
+
+
+def in_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows [n, h], which lie by (i, j), in the order of (j, i). chunks: [i][j], the rows of each."""
+    pieces = rows.split([n for row in chunks for n in row])
+    order = [k for k in chunk_order(len(chunks), len(chunks[0])) if len(pieces[k])]
+    return rows if order == sorted(order) else torch.cat([pieces[k] for k in order])
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -117,12 +159,10 @@ class AllGatherDispatcher(TokenDispatcher):
         order, self.place, counts = order_by_expert(ids, is_here, self.local)
         self.counts = row_counts(counts, ids.numel() // self.ranks.ep.size)
         self.order = order[: sum(self.counts)]
-        self.rows = TokensToRows.apply(tokens, self.order, self.place)
+        _, self.rows = TokensToRows.apply(tokens, self.order, self.place, (0, len(self.order)))
 
-    def wait(self) -> ExpertRows:
-        return ExpertRows(self.rows, tuple(self.counts))
-
-    def combine(self, results: Tensor) -> Tensor:
+    def finish(self, experts: Experts) -> Tensor:
+        results = experts(ExpertRows(self.rows, tuple(self.counts)))
         terms = RowsToTokens.apply(results, self.weights, self.order, self.place)  # [ranks T, h]
         return autograd_collectives.reduce_scatter_sequence(terms, self.ranks.ep_etp)
 
@@ -131,23 +171,33 @@ DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 
 
 class TokensToRows(torch.autograd.Function):
-    """tokens [T, h] -> the row of each choice that is kept, by expert: [rows, h]."""
+    """tokens [T, h] -> the row of each choice that is kept, by expert: those of other ranks [.., h], this rank's own [.., h]."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """order: int64 [rows], the choice of each row; place: int64 [T, K], the row of each choice, >= rows if dropped."""
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, own: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """order: int64 [rows], the choice of each row; place: int64 [T, K], the row of each choice, >= rows if dropped.
+
+        own: (start, stop) of this rank's rows.
+        """
         ctx.save_for_backward(place)
-        return tokens.index_select(0, order // place.shape[1])
+        ctx.start, stop = own
+        token = order // place.shape[1]
+        others = torch.cat((token[: ctx.start], token[stop:]))
+        return tokens.index_select(0, others), tokens.index_select(0, token[ctx.start : stop])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [rows, h] -> [T, h], the sum over the choices of a token in their order. Saved: place."""
+    def backward(ctx: Any, others: Tensor, own: Tensor) -> tuple[Tensor | None, ...]:
+        """others, own: gradients as in the forward -> [T, h], the sum over the choices of a token in their order.
+
+        Saved: place.
+        """
         (place,) = ctx.saved_tensors
+        grad = torch.cat((others[: ctx.start], own, others[ctx.start :])) if len(others) else own
         grad, place = _with_zeros(grad, place)
         total = grad.index_select(0, place[:, 0])
         for column in place.unbind(1)[1:]:
             total += grad.index_select(0, column)
-        return total, None, None
+        return total, None, None, None
 
 
 class RowsToTokens(torch.autograd.Function):

@@ -1,0 +1,71 @@
+"""The products of a rank's experts with their rows against one product for each expert."""
+
+import random
+
+import pytest
+import torch
+
+from megatron.core.ops.weight_grad_store import WeightGradStore
+from megatron.core.tensor_parallel.linear_autograd import NATIVE_MATMUL
+from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
+from megatron.core.transformer.moe.experts import _GroupedProduct
+
+COUNTS = [(37, 21, 0, 46, 5), (3, 0, 1), (0, 0, 0), (17, 33, 5, 1, 0), (0, 100, 7), (1,), (9, 16)]
+
+
+class Rounded(MatmulBackend):
+    """torch's products, of numbers of rows that are multiples of 16; it notes them."""
+
+    def __init__(self):
+        self.rows: list[int] = []
+
+    def rows_of_product(self, rows, x):
+        return -(-rows // 16) * 16
+
+    def forward(self, x, weight, state):
+        self.rows.append(len(x))
+        return x @ weight.t()
+
+    def dgrad(self, grad, weight, state):
+        self.rows.append(len(grad))
+        return grad @ weight
+
+    def wgrad(self, grad, x, state):
+        return grad.t() @ x
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("backend", [NATIVE_MATMUL, Rounded()], ids=["torch", "rounded"])
+def test_products_of_more_rows_write_each_experts_own(backend: MatmulBackend, dtype: torch.dtype, counts: tuple):
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), 24, dtype=dtype, requires_grad=True)
+    weight = torch.randn(len(counts), 2, 5, 24, dtype=dtype, requires_grad=True)
+    y = _GroupedProduct.apply(x, weight, counts, WeightGradStore(), backend, False)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    got = y.detach(), x.grad, weight.grad
+    x.grad = weight.grad = None
+    expected = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(counts), weight.flatten(1, 2))])
+    expected.backward(grad)
+    tolerance = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    for own, reference in zip(got, (expected.detach(), x.grad, weight.grad)):
+        torch.testing.assert_close(own, reference, **tolerance)
+
+
+def test_products_have_few_numbers_of_rows_where_others_lie_behind_them():
+    backend = Rounded()
+    x, weight = torch.randn(160, 8), torch.randn(4, 1, 8, 8)
+    for _ in range(20):
+        counts = [random.Random(len(backend.rows)).randint(33, 47) for _ in range(3)]
+        _GroupedProduct.apply(x, weight, (*counts, 160 - sum(counts)), WeightGradStore(), backend, False)
+    assert set(backend.rows) <= {16, 32, 48, 64, 80} and 48 in backend.rows
+
+
+def test_half_precision_on_a_cpu_has_eight_numbers_of_rows_between_powers_of_two():
+    half = torch.empty(0, dtype=torch.bfloat16)
+    rounded = [NATIVE_MATMUL.rows_of_product(rows, half) for rows in range(1, 4097)]
+    assert all(rows <= more < rows * 1.125 for rows, more in enumerate(rounded, 1))
+    assert len(set(rounded)) == 15 + 8 * 8 + 1  # 1 to 15, eight in each of 16..4095, and 4096
+    assert [NATIVE_MATMUL.rows_of_product(rows, half) for rows in (1, 15, 17, 500, 513)] == [1, 15, 18, 512, 576]
+    assert NATIVE_MATMUL.rows_of_product(501, half.float()) == 501
