@@ -109,6 +109,9 @@ def _of_experts(config: Any) -> Iterator[Unread]:
     model = config.transformer
     for names, why in model.idle_settings_of_experts():
         yield model, names, why
+    if not model.has_experts:
+        why = "the model has no experts without --num-experts"
+        yield config.parallel, ("expert_tensor_parallel_size",), why
     if all(model.is_moe_layer(layer) for layer in range(model.num_layers)):
         yield model, ("tiled_mlp",), "every layer has experts, and only a dense MLP has tiles"
 

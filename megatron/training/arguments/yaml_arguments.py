@@ -220,7 +220,9 @@ class _Reader:
             if takes_several:
                 self.words += [action.option_strings[0], *texts]
             else:
-                self.words.append(f"{flag}={' '.join(texts)}")
+                is_pattern = is_list and str(action.metavar).endswith("|LIST")  # one value, written as a list
+                text = f"[{','.join(texts)}]" if is_pattern else " ".join(texts)
+                self.words.append(f"{flag}={text}")
 
     def _read_switch(self, key: str, value: Any, action: argparse.Action, *, when: bool) -> None:
         """Add the switch's flag if the value equals `when`, else set the field to its other value.

@@ -140,3 +140,20 @@ def test_a_rank_is_at_fault_where_it_had_received_the_same():
     assert first_difference(trail(1, 2, 3), trail(1, 4, 5)) == FirstDifference(1, RECEIVED, "x")
     assert first_difference(trail(1, 2, 3), trail(0, 4, 5)).how == SENT
     assert first_difference(trail(1, 2, 3), CommHashTrace()).what == "other calls"
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (Layout(), "--gated --activation silu --activation-func-clamp-value 0.01"),  # has gradients of 0, and of -0
+        (
+            Layout(dp=2, ep=2),
+            "--zero-stage 3 --overlap-grad-reduce --overlap-param-gather --expert-model-parallel-size 2",
+        ),
+    ],
+    ids=["zeros", "gathered ahead"],
+)
+def test_the_first_step_of_a_process_is_no_wrong_number(layout: Layout, flags: str):
+    """It finds the order of gathers, and adds to zeros what later steps overwrite."""
+    experts = f"{flags} --num-experts 8 --init-method-std 0.2 --train-iters 2 --rerun-interval 1"
+    run_ranks(layout.sizes, lambda mesh: run(experts, mesh=mesh))

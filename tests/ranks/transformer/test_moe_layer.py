@@ -202,6 +202,17 @@ def test_a_recomputation_keeps_the_choices_and_counts_no_token_twice():
     assert layer.router.counts_so_far[1] == 2
 
 
+def test_a_recomputed_layer_may_have_parts_that_are_recomputed_too():
+    shared = replace(TINY, moe_shared_expert_intermediate_size=8)
+    layer, x = of_tokens(shared)
+    expected = run(layer, x)
+    modules = ["moe", "moe_act", "shared_experts"]
+    layer, x = of_tokens(replace(shared, recompute_granularity="selective", recompute_modules=modules))
+    y = recompute_in_backward(layer, layer.context.keys, x, modules=[layer])
+    got = [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_sinkhorn_divides_a_microbatch_evenly_in_training_alone(k: int):
     config = replace(TINY, moe_router_load_balancing_type=["sinkhorn"], moe_router_topk=k)

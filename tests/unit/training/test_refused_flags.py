@@ -51,11 +51,11 @@ def test_what_scripts_everywhere_give_goes_on_with_one_warning_for_each_reason(l
 
 def test_flags_of_experts_are_named_in_one_line_where_there_are_none():
     """Those with their default are not; those of kernels alone say nothing."""
-    *_, notes = parse_args(
-        ["--moe-router-topk", "2", "--moe-grouped-gemm", "--moe-aux-loss-coeff", "1e-2", "--moe-permute-fusion"]
-    )
+    line = "--moe-router-topk 2 --moe-grouped-gemm --moe-aux-loss-coeff 1e-2 --moe-permute-fusion --expert-tensor-parallel-size 2"
+    *_, notes = parse_args(line.split())
     assert notes == [
-        "no effect here: --moe-aux-loss-coeff --moe-grouped-gemm: the model has no experts without --num-experts"
+        "no effect here: --moe-aux-loss-coeff --moe-grouped-gemm --expert-tensor-parallel-size: the model has no experts "
+        "without --num-experts"
     ]
 
 

@@ -146,6 +146,16 @@ def test_names_of_megatrons_config_classes_are_known(read):
     ]
 
 
+def test_a_list_of_layers_may_be_a_list_of_the_file(read):
+    text = "num_layers: 4\nnum_experts: 8\nmoe_layer_freq: [0, 1, 1, 0]\nwindow_size: 4,0\nwindow_attn_skip_freq: [1, 1, 1, 0]"
+    line = (
+        "--num-layers 4 --num-experts 8 --moe-layer-freq [0,1,1,0] --window-size 4,0 --window-attn-skip-freq [1,1,1,0]"
+    )
+    assert read(text)[0] == parse_args(line.split())[0]
+    with pytest.raises(ConfigError, match=r"--moe-layer-freq: '\[0,2\]' must be N"):
+        read("moe_layer_freq: [0, 2]")
+
+
 # 30 such lines would be a thousand million groups, each of which says something twice.
 BILLION_LAUGHS = "a0: &a0 {seed: 1}\n" + "".join(f"a{n}: &a{n} {{x0: *a{n - 1}, x1: *a{n - 1}}}\n" for n in range(1, 9))
 

@@ -112,7 +112,8 @@ class ParallelExperts(nn.Module):
         self.topk = config.moe_router_topk
         self.etp = context.experts.etp
         self.activation = activation.select(config, context.tp.device)
-        self.recomputes_activation = config.recomputes("moe_act")
+        # The recomputation of the whole layer makes tensors of its own, which no hook of this forward would fill again.
+        self.recomputes_activation = config.recomputes("moe_act") and not config.recomputes("moe")
         linear = partial(
             GroupedLinear,
             context=context,
