@@ -93,11 +93,15 @@ class StartedAllToAll:
         self.in_flight: AsyncHandle[Tensor] | None = None
         self.axis = axis
         self.splits = sent, received
-        self._started = _Start.apply(x, self)  # []: has no values, and ties the halves together in autograd's graph
+        # []: has no values, and ties the halves together in autograd's graph
+        self._started: Tensor | None = _Start.apply(x, self)
 
     def wait(self) -> Tensor:
-        """Return what has arrived: [sum of received, ..]."""
-        return _Wait.apply(self._started, self)
+        """Return what has arrived: [sum of received, ..]. Called once."""
+        # The graph refers to this object. With a reference back, a graph without a backward, as a recomputation makes, would
+        # keep its tensors until Python looks for cycles.
+        started, self._started = self._started, None
+        return _Wait.apply(started, self)
 
 
 class _Start(torch.autograd.Function):

@@ -294,6 +294,8 @@ def test_a_rank_without_rows_trains_with_the_others(stage: int):
 # ---------------------------------------------------------------- memory, work and loads
 
 MEMORY = [
+    "--world-size 2 --rank 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1",
     "--world-size 2 --rank 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     pytest.param("--world-size 2 --rank 0 --expert-model-parallel-size 2", marks=pytest.mark.sweep),
     pytest.param(
