@@ -203,10 +203,16 @@ def made_by_transformers(config: dict[str, Any]) -> dict[str, list]:
         if config["model_type"] == "gpt_neox":  # of the folder; version 5 has another name for the module
             name = name.replace("lm_head", "embed_out")
         pattern = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
-        line = found.setdefault(pattern, [list(parameter.shape), 0])
-        if line[0] != list(parameter.shape):
+        shape = list(parameter.shape)
+        if expert := re.search(r"experts\.(\d+)\.", pattern):  # version 4 has a module for each
+            pattern = pattern.replace(expert[0], "experts.{e}.")
+            line = found.setdefault(pattern, [shape, 0, 0])
+            line[2] = max(line[2], int(expert[1]) + 1)
+        else:
+            line = found.setdefault(pattern, [shape, 0])
+        if line[0] != shape:
             raise ValueError(f"{name} has another shape than layers before it")
-        line[1] += 1
+        line[1] += not expert or expert[1] == "0"
     if config["model_type"] == "mixtral":
         found = {re.sub("|".join(mixtral), lambda match: mixtral[match[0]], name): line for name, line in found.items()}
     return found
