@@ -23,6 +23,7 @@ from megatron.core.transformer.model_config import ModelConfig
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _IN_TURN = "stacked_gate_up_in_turn"  # rows of gate and up, one of each in turn
+_BLOCKS = {"GraniteMoeForCausalLM": "block_sparse_moe"}  # of a layer, around its experts; mlp in other architectures
 
 
 class Pair(NamedTuple):
@@ -109,7 +110,8 @@ def experts_in_hf(family: Family, model: ModelConfig) -> Iterator[ExpertsInHF]:
         layer, last = found.groups()
         h, f = model.hidden_size, model.expert_ffn_size
         parameter, rows, columns = (GATE_UP, 2 * f, h) if last == "linear_fc1" else (DOWN, h, f)
-        module = f"model.layers.{layer}.mlp.experts"  # of all families, also where their files have another name
+        # by transformers' own name, also where files have another one
+        module = f"model.layers.{layer}.{_BLOCKS.get(family.architecture, 'mlp')}.experts"
         shape = (model.num_experts, rows, columns)
         yield ExpertsInHF(linear, mapping.operation, module, parameter, mapping.hf_params, shape)
 

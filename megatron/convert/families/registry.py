@@ -34,6 +34,8 @@ FAMILIES = Registry(
         "qwen2_moe": mixtral_qwen_moe_olmoe_gpt_oss.QWEN2_MOE,
         "qwen3_moe": mixtral_qwen_moe_olmoe_gpt_oss.QWEN3_MOE,
         "olmoe": mixtral_qwen_moe_olmoe_gpt_oss.OLMOE,
+        "flex_olmo": mixtral_qwen_moe_olmoe_gpt_oss.FLEX_OLMO,
+        "granitemoe": mixtral_qwen_moe_olmoe_gpt_oss.GRANITE_MOE,
         "gpt_oss": mixtral_qwen_moe_olmoe_gpt_oss.GPT_OSS,
         "t5": t5.T5,
         "bert": bert.BERT,
