@@ -23,7 +23,8 @@ from megatron.core.transformer.model_config import ModelConfig
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _IN_TURN = "stacked_gate_up_in_turn"  # rows of gate and up, one of each in turn
-_BLOCKS = {"GraniteMoeForCausalLM": "block_sparse_moe"}  # of a layer, around its experts; mlp in other architectures
+# The block around a layer's experts, which is mlp in other architectures.
+_BLOCKS = dict.fromkeys(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), "block_sparse_moe")
 
 
 class Pair(NamedTuple):

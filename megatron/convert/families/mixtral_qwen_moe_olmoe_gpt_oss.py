@@ -297,29 +297,56 @@ FLEX_OLMO = Family(  # an OLMo 2 whose MLPs are OLMoE's experts
 
 # ---------------------------------------------------------------- Granite MoE
 
+
+def _shared_expert_width() -> Field:
+    """The width of the shared expert; 0: there is none."""
+    key = "shared_intermediate_size"
+
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        is_absent = type(reader.get(key, 0)) is int and reader.get(key, 0) == 0
+        return {"moe_shared_expert_intermediate_size": None if is_absent else reader.count(key)}
+
+    return Field((key,), read, lambda model: {key: model.moe_shared_expert_intermediate_size or 0})
+
+
 _GRANITE_EXPERTS = f"{HF_LAYER}block_sparse_moe."
+_GRANITE_SETTINGS = LLAMA_SETTINGS | {"moe_router_pre_softmax": False}
+_GRANITE_FIELDS = (
+    rope(),
+    HEADS_WITHOUT_WIDTH,
+    ATTENTION_BIAS,
+    *GRANITE_MULTIPLIERS,
+    count("num_local_experts", "num_experts", 8),
+    _chosen_experts(2),
+    _expert_width("intermediate_size"),
+    _ROUTER_TRAINING,
+)
+_GRANITE_MAPPINGS = (
+    *_BASE,
+    ParamMapping(f"{_ROUTER}weight", "copy", (f"{_GRANITE_EXPERTS}router.layer.weight",), experts=True),
+    ParamMapping(
+        f"{_EXPERTS}linear_fc1.weight", "stacked_gate_up", (f"{_GRANITE_EXPERTS}input_linear.weight",), experts=True
+    ),
+    ParamMapping(f"{_EXPERTS}linear_fc2.weight", "copy", (f"{_GRANITE_EXPERTS}output_linear.weight",), experts=True),
+)
 GRANITE_MOE = Family(
     "GraniteMoeForCausalLM",
-    LLAMA_SETTINGS | {"moe_router_pre_softmax": False},
-    llama_fields(
-        rope(),
-        HEADS_WITHOUT_WIDTH,
-        ATTENTION_BIAS,
-        *GRANITE_MULTIPLIERS,
-        count("num_local_experts", "num_experts", 8),
-        _chosen_experts(2),
-        _expert_width("intermediate_size"),
-        _ROUTER_TRAINING,
-        length=2048,
-    ),
+    _GRANITE_SETTINGS,
+    llama_fields(*_GRANITE_FIELDS, length=2048),
+    _GRANITE_MAPPINGS,
+    IGNORED_TENSORS,
+)
+GRANITE_MOE_SHARED = Family(
+    "GraniteMoeSharedForCausalLM",
+    _GRANITE_SETTINGS,
+    llama_fields(*_GRANITE_FIELDS, _shared_expert_width(), length=2048),
     (
-        *_BASE,
-        ParamMapping(f"{_ROUTER}weight", "copy", (f"{_GRANITE_EXPERTS}router.layer.weight",), experts=True),
+        *_GRANITE_MAPPINGS,
         ParamMapping(
-            f"{_EXPERTS}linear_fc1.weight", "stacked_gate_up", (f"{_GRANITE_EXPERTS}input_linear.weight",), experts=True
+            f"{_SHARED}linear_fc1.weight", "copy", (f"{HF_LAYER}shared_mlp.input_linear.weight",), experts=True
         ),
         ParamMapping(
-            f"{_EXPERTS}linear_fc2.weight", "copy", (f"{_GRANITE_EXPERTS}output_linear.weight",), experts=True
+            f"{_SHARED}linear_fc2.weight", "copy", (f"{HF_LAYER}shared_mlp.output_linear.weight",), experts=True
         ),
     ),
     IGNORED_TENSORS,

@@ -36,6 +36,7 @@ FAMILIES = Registry(
         "olmoe": mixtral_qwen_moe_olmoe_gpt_oss.OLMOE,
         "flex_olmo": mixtral_qwen_moe_olmoe_gpt_oss.FLEX_OLMO,
         "granitemoe": mixtral_qwen_moe_olmoe_gpt_oss.GRANITE_MOE,
+        "granitemoeshared": mixtral_qwen_moe_olmoe_gpt_oss.GRANITE_MOE_SHARED,
         "gpt_oss": mixtral_qwen_moe_olmoe_gpt_oss.GPT_OSS,
         "t5": t5.T5,
         "bert": bert.BERT,
