@@ -50,6 +50,11 @@ class ExpertsInHF(NamedTuple):
         return f"{self.module}.{self.parameter}"
 
     @property
+    def target(self) -> str:
+        """The parameter's name in every layer, as a target parameter of PEFT."""
+        return re.sub(r"^model\.layers\.\d+\.", "", self.name)
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """Our names of its parts."""
         return PARTS["linear_fc1"] if self.parameter == GATE_UP else ()

@@ -120,6 +120,8 @@ def test_pairs_are_those_of_pefts_formula_and_keep_their_bits(kind: str):
         f"{module}.base_layer",
         *[module] * 2,
     )
+    assert [f"model.layers.0.{experts.target}" for experts in (fc1, fc2)] == [fc1.name, fc2.name]
+    assert fc1.name == f"{module}.gate_up_proj"
     for experts in (fc1, fc2):
         number, rows, columns = experts.shape
         a, b = torch.randn(number * 3, columns), torch.randn(rows, 3 * number)
