@@ -366,7 +366,7 @@ def write_peft_folder(
         "inference_mode": True,
         "init_lora_weights": True,
         "target_modules": sorted(targets),
-        "target_parameters": [f"mlp.experts.{parameter}" for parameter in sorted(parameters)] or None,
+        "target_parameters": sorted({experts.target for experts in of_stacks}) or None,
         "use_rslora": lora.use_rslora,
         "modules_to_save": None,
         "rank_pattern": other_ranks,

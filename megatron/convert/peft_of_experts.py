@@ -23,6 +23,8 @@ from megatron.core.transformer.model_config import ModelConfig
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _IN_TURN = "stacked_gate_up_in_turn"  # rows of gate and up, one of each in turn
+# The block around a layer's experts, which is mlp in other architectures.
+_BLOCKS = dict.fromkeys(("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), "block_sparse_moe")
 
 
 class Pair(NamedTuple):
@@ -46,6 +48,11 @@ class ExpertsInHF(NamedTuple):
     def name(self) -> str:
         """The parameter's whole name."""
         return f"{self.module}.{self.parameter}"
+
+    @property
+    def target(self) -> str:
+        """The parameter's name in every layer, as a target parameter of PEFT."""
+        return re.sub(r"^model\.layers\.\d+\.", "", self.name)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -109,7 +116,8 @@ def experts_in_hf(family: Family, model: ModelConfig) -> Iterator[ExpertsInHF]:
         layer, last = found.groups()
         h, f = model.hidden_size, model.expert_ffn_size
         parameter, rows, columns = (GATE_UP, 2 * f, h) if last == "linear_fc1" else (DOWN, h, f)
-        module = f"model.layers.{layer}.mlp.experts"  # of all families, also where their files have another name
+        # by transformers' own name, also where files have another one
+        module = f"model.layers.{layer}.{_BLOCKS.get(family.architecture, 'mlp')}.experts"
         shape = (model.num_experts, rows, columns)
         yield ExpertsInHF(linear, mapping.operation, module, parameter, mapping.hf_params, shape)
 

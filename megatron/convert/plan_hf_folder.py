@@ -155,6 +155,11 @@ def plan_folder(
     if not kind and origin is not None:
         kind = origin.model_type
     kind = kind_of(state.get("model", "GPTModel"), model, vocab_size, kind or None)
+    if model.has_experts and model.moe_router_force_load_balancing:
+        raise ConfigError(
+            f"{source} has --moe-router-force-load-balancing, which takes experts in turn; a {kind} takes them by the "
+            "router's scores, and would compute something else. Train without the flag, and write that"
+        )
     records = {name: record for name, record in tensors.items() if name.startswith(_PREFIX)}
     check_complete(state, records, source, allow=allow_missing, note=note)
     files = _files(records, source, kind, model, dtype, most_bytes)

@@ -76,6 +76,11 @@ BASES: dict[str, dict[str, Any]] = {
         },
         **{"mlp_only_layers": [1], "tie_word_embeddings": False},
     },
+    "granitemoe": {
+        **{"model_type": "granitemoe", **{key: value for key, value in _SIZES.items() if key != "head_dim"}},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.5, "logits_scaling": 2.0},
+        "tie_word_embeddings": False,
+    },
     "gpt_oss": {
         **{"model_type": "gpt_oss", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
         **{"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False},
@@ -88,7 +93,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 # whose adapters are others than those of a Llama; a GPT-2 has one module for queries and values, and PEFT's all-linear is experts too
 LEFT_OUT = {("gpt2", "queries and values"), ("mixtral", "rsLoRA on all linears")}
-MIXTURES = ("mixtral", "qwen2_moe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen2_moe", "granitemoe", "gpt_oss")
 _OF_EXPERTS = ("experts", "experts of two ranks", "rsLoRA on one matrix of experts")
 _SOME = {"mixtral": ["k_proj", "o_proj"], "gpt2": ["c_attn", "c_fc"], "gemma3": ["q_proj", "o_proj", "down_proj"]}
 ADAPTERS = {
@@ -111,12 +116,16 @@ ADAPTERS = {
     },
 }
 LEFT_OUT |= {(kind, name) for kind in set(BASES) - {*MIXTURES} for name in _OF_EXPERTS}
-LEFT_OUT |= {(kind, name) for kind in ("qwen2_moe", "gpt_oss") for name in set(ADAPTERS) - {*_OF_EXPERTS}}
+LEFT_OUT |= {(kind, name) for kind in set(MIXTURES) - {"mixtral"} for name in set(ADAPTERS) - {*_OF_EXPERTS}}
 
 
 def settings_of(kind: str, name: str) -> dict[str, Any]:
     some = _SOME.get(kind, ["k_proj", "gate_proj", "lm_head"])
-    return {"target_modules": some, "fan_in_fan_out": kind == "gpt2"} | ADAPTERS[name]
+    settings = {"target_modules": some, "fan_in_fan_out": kind == "gpt2"} | ADAPTERS[name]
+    if kind == "granitemoe":
+        names = settings.get("target_parameters", [])
+        settings["target_parameters"] = [name.replace("mlp.", "block_sparse_moe.") for name in names]
+    return settings
 
 
 def ask(folder: Path, *jobs: tuple[str, dict[str, Any]], dtype: str = "float64") -> list[Any]:

@@ -74,10 +74,10 @@ GATED_MLP = (
     *weight_and_bias(f"{LAYER}mlp.linear_fc2", "copy", f"{HF_LAYER}mlp.down_proj"),
 )
 PRE_NORMS = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
-_POST_NORMS = _norms(
+POST_NORMS = _norms(
     post_self_attn_layernorm="post_attention_layernorm", post_mlp_layernorm="post_feedforward_layernorm"
 )
-_SANDWICH_NORMS = _POST_NORMS + _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
+_SANDWICH_NORMS = POST_NORMS + _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
 LLAMA_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *PRE_NORMS, *attention_mappings(), *GATED_MLP)
 
 
@@ -309,23 +309,23 @@ PHI3 = Family(
     ),
     IGNORED_TENSORS,
 )
-_OLMO = LLAMA_SETTINGS | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over": "width"}
-_OLMO_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *_POST_NORMS, *attention_mappings(), *GATED_MLP)
-_HEADS_WITHOUT_WIDTH = heads("num_attention_heads", "num_key_value_heads", None)
+OLMO_SETTINGS = LLAMA_SETTINGS | {"norm_placement": "branch", "qk_layernorm": True, "qk_norm_over": "width"}
+_OLMO_MAPPINGS = (*EMBEDDING_NORM_AND_HEAD, *POST_NORMS, *attention_mappings(), *GATED_MLP)
+HEADS_WITHOUT_WIDTH = heads("num_attention_heads", "num_key_value_heads", None)
 _OLMO_SIZES = {"length": 2048, "epsilon": 1e-5}
 OLMO2 = Family(
     "Olmo2ForCausalLM",
-    _OLMO,
-    llama_fields(rope(type_key="type"), _HEADS_WITHOUT_WIDTH, ATTENTION_BIAS, **_OLMO_SIZES),
+    OLMO_SETTINGS,
+    llama_fields(rope(type_key="type"), HEADS_WITHOUT_WIDTH, ATTENTION_BIAS, **_OLMO_SIZES),
     _OLMO_MAPPINGS,
     IGNORED_TENSORS,
 )
 OLMO3 = Family(
     "Olmo3ForCausalLM",
-    _OLMO,
+    OLMO_SETTINGS,
     llama_fields(
         rope(None, local_base=("", None)),
-        _HEADS_WITHOUT_WIDTH,
+        HEADS_WITHOUT_WIDTH,
         ATTENTION_BIAS,
         windows(4096, lambda reader, layer: (layer + 1) % 4 != 0),
         **_OLMO_SIZES,
@@ -379,19 +379,16 @@ SMOLLM3 = Family(
 )
 
 
+GRANITE_MULTIPLIERS = (
+    multiplier("embedding_multiplier", "embedding_multiplier", 1.0),
+    multiplier("attention_multiplier", "softmax_scale", 1.0),
+    multiplier("residual_multiplier", "residual_multiplier", 1.0),
+    multiplier("logits_scaling", "logit_multiplier", 1.0, inverse=True),
+)
 GRANITE = Family(
     "GraniteForCausalLM",
     LLAMA_SETTINGS,
-    llama_fields(
-        rope(),
-        _HEADS_WITHOUT_WIDTH,
-        *_BIASES,
-        multiplier("embedding_multiplier", "embedding_multiplier", 1.0),
-        multiplier("attention_multiplier", "softmax_scale", 1.0),
-        multiplier("residual_multiplier", "residual_multiplier", 1.0),
-        multiplier("logits_scaling", "logit_multiplier", 1.0, inverse=True),
-        length=2048,
-    ),
+    llama_fields(rope(), HEADS_WITHOUT_WIDTH, *_BIASES, *GRANITE_MULTIPLIERS, length=2048),
     LLAMA_MAPPINGS,
     IGNORED_TENSORS,
 )
@@ -426,7 +423,7 @@ COHERE = Family(
     _COHERE,
     llama_fields(
         rope(None, interleaved=True),
-        _HEADS_WITHOUT_WIDTH,
+        HEADS_WITHOUT_WIDTH,
         _qk_norm_of_each_head(),
         *_COHERE_FIELDS,
         length=8192,

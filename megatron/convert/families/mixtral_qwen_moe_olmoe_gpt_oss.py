@@ -1,8 +1,8 @@
-"""Tables of the families with experts: Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE, GPT-OSS.
+"""Tables of the families with experts: Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE and FlexOlmo, Granite MoE, GPT-OSS.
 
-All but GPT-OSS store each expert's matrices as tensors of their own; GPT-OSS stacks them, transposed, with the rows of
-gate and up in turn. Routing is one of two: the softmax over the chosen experts' logits, or over those of all experts
-without renormalization (`norm_topk_prob` false).
+Most store each expert's matrices as tensors of their own. Granite MoE stacks them; GPT-OSS stacks them transposed, with the
+rows of gate and up in turn. Routing is one of two: the softmax over the chosen experts' logits, or over those of all
+experts without renormalization (`norm_topk_prob` false).
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ from megatron.convert.families.config_fields import (
     count,
     fixed,
     fixed_not_written,
-    heads,
     ignored_keys,
     number,
     repeated,
@@ -29,9 +28,13 @@ from megatron.convert.families.llama_like import (
     ATTENTION_BIAS,
     EMBEDDING_NORM_AND_HEAD,
     GATED_MLP,
+    GRANITE_MULTIPLIERS,
+    HEADS_WITHOUT_WIDTH,
     HF_LAYER,
     IGNORED_TENSORS,
     LLAMA_SETTINGS,
+    OLMO_SETTINGS,
+    POST_NORMS,
     PRE_NORMS,
     attention_mappings,
     llama_fields,
@@ -252,14 +255,14 @@ QWEN3_MOE = Family(
     IGNORED_TENSORS,
 )
 
-# ---------------------------------------------------------------- OLMoE
+# ---------------------------------------------------------------- OLMoE, FlexOlmo
 
 OLMOE = Family(
     "OlmoeForCausalLM",
     LLAMA_SETTINGS | {"qk_layernorm": True, "qk_norm_over": "width"},
     llama_fields(
         rope(),
-        heads("num_attention_heads", "num_key_value_heads", None),
+        HEADS_WITHOUT_WIDTH,
         ATTENTION_BIAS,
         _number_of_experts("num_experts", "num_local_experts", 64),
         _chosen_experts(8),
@@ -271,6 +274,81 @@ OLMOE = Family(
         epsilon=1e-5,
     ),
     (*_BASE, *_QWEN_EXPERTS),
+    IGNORED_TENSORS,
+)
+
+FLEX_OLMO = Family(  # an OLMo 2 whose MLPs are OLMoE's experts
+    "FlexOlmoForCausalLM",
+    OLMO_SETTINGS,
+    llama_fields(
+        rope(5e5),
+        HEADS_WITHOUT_WIDTH,
+        ATTENTION_BIAS,
+        _number_of_experts("num_experts", "num_local_experts", 7),
+        _chosen_experts(5),
+        _expert_width("intermediate_size"),
+        _renormalized(),
+        _ROUTER_TRAINING,
+        length=4096,
+    ),
+    (*EMBEDDING_NORM_AND_HEAD, *POST_NORMS, *attention_mappings(), *_QWEN_EXPERTS),
+    IGNORED_TENSORS,
+)
+
+# ---------------------------------------------------------------- Granite MoE
+
+
+def _shared_expert_width() -> Field:
+    """The width of the shared expert; 0: there is none."""
+    key = "shared_intermediate_size"
+
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        is_absent = type(reader.get(key, 0)) is int and reader.get(key, 0) == 0
+        return {"moe_shared_expert_intermediate_size": None if is_absent else reader.count(key)}
+
+    return Field((key,), read, lambda model: {key: model.moe_shared_expert_intermediate_size or 0})
+
+
+_GRANITE_EXPERTS = f"{HF_LAYER}block_sparse_moe."
+_GRANITE_SETTINGS = LLAMA_SETTINGS | {"moe_router_pre_softmax": False}
+_GRANITE_FIELDS = (
+    rope(),
+    HEADS_WITHOUT_WIDTH,
+    ATTENTION_BIAS,
+    *GRANITE_MULTIPLIERS,
+    count("num_local_experts", "num_experts", 8),
+    _chosen_experts(2),
+    _expert_width("intermediate_size"),
+    _ROUTER_TRAINING,
+)
+_GRANITE_MAPPINGS = (
+    *_BASE,
+    ParamMapping(f"{_ROUTER}weight", "copy", (f"{_GRANITE_EXPERTS}router.layer.weight",), experts=True),
+    ParamMapping(
+        f"{_EXPERTS}linear_fc1.weight", "stacked_gate_up", (f"{_GRANITE_EXPERTS}input_linear.weight",), experts=True
+    ),
+    ParamMapping(f"{_EXPERTS}linear_fc2.weight", "copy", (f"{_GRANITE_EXPERTS}output_linear.weight",), experts=True),
+)
+GRANITE_MOE = Family(
+    "GraniteMoeForCausalLM",
+    _GRANITE_SETTINGS,
+    llama_fields(*_GRANITE_FIELDS, length=2048),
+    _GRANITE_MAPPINGS,
+    IGNORED_TENSORS,
+)
+GRANITE_MOE_SHARED = Family(
+    "GraniteMoeSharedForCausalLM",
+    _GRANITE_SETTINGS,
+    llama_fields(*_GRANITE_FIELDS, _shared_expert_width(), length=2048),
+    (
+        *_GRANITE_MAPPINGS,
+        ParamMapping(
+            f"{_SHARED}linear_fc1.weight", "copy", (f"{HF_LAYER}shared_mlp.input_linear.weight",), experts=True
+        ),
+        ParamMapping(
+            f"{_SHARED}linear_fc2.weight", "copy", (f"{HF_LAYER}shared_mlp.output_linear.weight",), experts=True
+        ),
+    ),
     IGNORED_TENSORS,
 )
 

@@ -159,6 +159,15 @@ def _experts_down(heads: HeadCounts, hf_views: list[View]) -> Places:
         yield box, view._replace(shape=(1, *view.shape), strides=(prod(view.shape), *view.strides))
 
 
+def _stacked_gate_up(heads: HeadCounts, hf_views: list[View]) -> Places:
+    """Read [experts, 2 f, h], whose rows are the gates, then the ups, as [experts, 2, f, h]."""
+    for view in hf_views:
+        experts, rows, h = _three_dims(view)
+        shape = (experts, 2, rows // 2, h)
+        per_expert, per_row, per_column = view.strides
+        yield whole(shape), view._replace(shape=shape, strides=(per_expert, rows // 2 * per_row, per_row, per_column))
+
+
 def _stacked_gate_up_in_turn(heads: HeadCounts, hf_views: list[View]) -> Places:
     """Read [experts, h, 2 f], whose columns are gate 0, up 0, gate 1, ..., as [experts, 2, f, h]."""
     for view in hf_views:
@@ -208,6 +217,7 @@ OPERATIONS = {
     "gate_up": Operation(_stacked, lambda heads, ours: [(ours[0] // 2, *ours[1:])] * 2),
     "experts_gate_up": Operation(_experts_gate_up, lambda heads, ours: [ours[2:]] * (2 * ours[0])),
     "experts_down": Operation(_experts_down, lambda heads, ours: [ours[1:]] * ours[0]),
+    "stacked_gate_up": Operation(_stacked_gate_up, lambda heads, ours: [(ours[0], 2 * ours[2], ours[3])]),
     "stacked_gate_up_in_turn": Operation(
         _stacked_gate_up_in_turn, lambda heads, ours: [(ours[0], ours[3], 2 * ours[2])]
     ),

@@ -585,8 +585,9 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.tokenizer.gpt2_tokenization": "GPT2Tokenizer bytes_to_unicode get_pairs",
     "megatron.tokenizer.tokenizer": "AbstractTokenizer",
     "megatron.training": (
-        "build_train_valid_test_data_loaders build_train_valid_test_datasets cyclic_iter evaluate_and_print_results "
-        "get_adlr_autoresume get_learning_rate_scheduler get_one_logger get_optimizer_param_scheduler "
+        "build_train_valid_test_data_loaders build_train_valid_test_datasets cyclic_iter evaluate "
+        "evaluate_and_print_results get_adlr_autoresume get_learning_rate_scheduler get_one_logger "
+        "get_optimizer_param_scheduler "
         "get_signal_handler get_tensorboard_writer get_train_valid_test_num_samples get_wandb_writer print_datetime "
         "save_checkpoint_and_time train train_step training_log update_train_iters"
     ),

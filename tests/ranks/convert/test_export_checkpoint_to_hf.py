@@ -33,6 +33,7 @@ SWEPT = ("qwen2_moe", "qwen2_moe-window", "qwen3_moe", "olmoe")  # beside mixtra
 OF_EXPERTS = {
     **{"experts_gate_up": (3, 2, 4, 5), "experts_down": (3, 5, 4), "stacked_gate_up_in_turn": (3, 2, 4, 5)},
     **{"stacked_gate_up_bias": (3, 2, 4), "stacked_transpose": (3, 5, 4)},
+    "stacked_gate_up": (3, 2, 4, 5),
 }
 
 
@@ -45,7 +46,7 @@ def test_stretches_are_what_the_operation_does(operation: str, more: tuple[int, 
     if operation == "flat" and more:
         pytest.skip("of one dimension")
     theirs = torch.cat([one.reshape(-1) for one in to_hf_tensors(operation, HEADS, x)])
-    scatters = {"qkv_pairs", *(name for name in OF_EXPERTS if name.startswith("stacked"))}
+    scatters = {"qkv_pairs", "stacked_gate_up_in_turn", "stacked_gate_up_bias", "stacked_transpose"}
     scatters |= {"transpose", "qkv_transpose"} if more else set()
     if (stretches := contiguous_copy_ranges(operation, HEADS, tuple(x.shape))) is None:
         assert operation in scatters

@@ -28,7 +28,17 @@ from megatron.core.transformer.model_config import ModelConfig
 from megatron.training.step import train_step
 
 LAYOUT = Layout(tp=2, pp=2, m=2, first=2)
-EXPERTS = ("mixtral", "qwen2_moe", "qwen2_moe-window", "qwen3_moe", "olmoe", "gpt_oss")
+EXPERTS = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen2_moe-window",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoeshared",
+)
 LAYOUT_OF_EXPERTS = Layout(dp=2, ep=2, pp=2, first=2)  # texts of 13 tokens cannot be dealt out to two ranks of tp
 FAST = ("gemma3", "cohere-norms")
 

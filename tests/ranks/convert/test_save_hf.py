@@ -353,7 +353,7 @@ def test_a_run_with_the_files_of_gpt2_writes_a_tokenizer_and_the_id_that_ends_a_
 
 # Keys of config.json that a written folder lacks: what the class sets itself, or repeats.
 NOT_WRITTEN = {"transformers_version", "use_cache", "max_window_layers"}
-OF_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+OF_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "gpt_oss")
 
 
 @pytest.mark.full

@@ -109,16 +109,19 @@ def test_what_experts_can_not_have_is_one_line(config: ModelConfig | None, lora:
 # ---------------------------------------------------------------- as PEFT has them
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "granitemoe"])
 def test_pairs_are_those_of_pefts_formula_and_keep_their_bits(kind: str):
     """PEFT 0.21: the delta of expert e is the product of columns e, E + e, ... of B with rows e r .. (e + 1) r of A. Their rows of gate
     and up are one behind the other, or, where matrices are stored transposed, in turn."""
     model = ModelConfig(**_SIZES_OF_EXPERTS)
     fc1, _, fc2, _ = experts_in_hf(FAMILIES[kind], model)  # of two layers
+    module = f"model.layers.0.{'block_sparse_moe' if kind == 'granitemoe' else 'mlp'}.experts"
     assert (fc1.prefix({"gate_up_proj", "down_proj"}), fc1.prefix({"gate_up_proj"}), fc2.prefix({"down_proj"})) == (
-        "model.layers.0.mlp.experts.base_layer",
-        *["model.layers.0.mlp.experts"] * 2,
+        f"{module}.base_layer",
+        *[module] * 2,
     )
+    assert [f"model.layers.0.{experts.target}" for experts in (fc1, fc2)] == [fc1.name, fc2.name]
+    assert fc1.name == f"{module}.gate_up_proj"
     for experts in (fc1, fc2):
         number, rows, columns = experts.shape
         a, b = torch.randn(number * 3, columns), torch.randn(rows, 3 * number)
@@ -221,7 +224,7 @@ def logits_of(folder: Path) -> Tensor:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "granitemoe", "gpt_oss"])
 @pytest.mark.parametrize("lora", [ALL, PARTS], ids=["all", "parts"])
 def test_folders_of_peft_are_written_read_and_merged(kind: str, lora: str, mixture, tmp_path: Path):
     base = write_folders(tmp_path, [kind])[kind]

@@ -152,6 +152,20 @@ CASES: dict[str, dict[str, Any]] = {
         **{"model_type": "olmoe", **_BASE, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12},
         **{"norm_topk_prob": False, "pad_token_id": None, "eos_token_id": None, "clip_qkv": 0.9},
     },
+    "flex_olmo": {
+        **{"model_type": "flex_olmo", **_BASE, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 12},
+        **{"norm_topk_prob": False, "attention_bias": True, "pad_token_id": None, "eos_token_id": None},
+    },
+    "granitemoe": {
+        **{"model_type": "granitemoe", **_BASE, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"intermediate_size": 12, "tie_word_embeddings": True, "embedding_multiplier": 1.5},
+        **{"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    },
+    "granitemoeshared": {
+        **{"model_type": "granitemoeshared", **_BASE, "num_local_experts": 6, "num_experts_per_tok": 3},
+        **{"intermediate_size": 12, "shared_intermediate_size": 20, "attention_bias": True},
+        **{"embedding_multiplier": 1.5, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    },
     "gpt_oss": {
         **{"model_type": "gpt_oss", **_BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
         **{"head_dim": 6, "sliding_window": 5, "swiglu_limit": 0.5, "pad_token_id": None},

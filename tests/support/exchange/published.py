@@ -146,6 +146,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"norm_topk_prob": False, "clip_qkv": None, "attention_bias": False, "rope_theta": 10000.0},
         **{"rms_norm_eps": 1e-5, "rope_scaling": None, "eos_token_id": 50279, "pad_token_id": 1},
     },
+    "FlexOlmo-7x7B-1T": {
+        **_llama(4096, 11008, 32, 32, 32, 100352, model_type="flex_olmo", max_position_embeddings=4096),
+        **_EXPERTS | _OLMO | {"num_experts": 7, "num_experts_per_tok": 5, "norm_topk_prob": False},
+        **{"attention_bias": False, "rope_scaling": None, "eos_token_id": 100257, "pad_token_id": 100277},
+    },
+    "granite-3.0-1b-a400m": {
+        **_llama(1024, 512, 24, 16, 8, 49155, model_type="granitemoe", max_position_embeddings=4096),
+        **_EXPERTS | {"num_experts_per_tok": 8, "num_local_experts": 32, "router_aux_loss_coef": 0.0},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 10000, "rope_scaling": None, "attention_bias": False},
+        **{"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22},
+        **{"logits_scaling": 6.0, "tie_word_embeddings": True, "attention_dropout": 0.1},
+        **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    },
     "gpt-oss-20b": {
         **_llama(2880, 2880, 24, 64, 8, 201088, model_type="gpt_oss", max_position_embeddings=131072),
         **_EXPERTS | {"num_experts_per_tok": 4, "experts_per_token": 4, "num_local_experts": 32},
@@ -195,18 +208,30 @@ def made_by_transformers(config: dict[str, Any]) -> dict[str, list]:
         model = kind.from_config(transformers.AutoConfig.for_model(**config))
     model.tie_weights()
     mixtral = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    granite = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+    granite["router.weight"] = "router.layer.weight"
     found: dict[str, list] = {}
     for name, parameter in model.named_parameters():
-        if config["model_type"] != "gpt_oss" and name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+        if config["model_type"] not in ("gpt_oss", "granitemoe") and name.endswith(
+            ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        ):
             found |= _of_experts(re.sub(r"\.\d+\.", ".{i}.", name, count=1), parameter.shape, found)
             continue
         if config["model_type"] == "gpt_neox":  # of the folder; version 5 has another name for the module
             name = name.replace("lm_head", "embed_out")
         pattern = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
-        line = found.setdefault(pattern, [list(parameter.shape), 0])
-        if line[0] != list(parameter.shape):
+        shape = list(parameter.shape)
+        if expert := re.search(r"experts\.(\d+)\.", pattern):  # version 4 has a module for each
+            pattern = pattern.replace(expert[0], "experts.{e}.")
+            line = found.setdefault(pattern, [shape, 0, 0])
+            line[2] = max(line[2], int(expert[1]) + 1)
+        else:
+            line = found.setdefault(pattern, [shape, 0])
+        if line[0] != shape:
             raise ValueError(f"{name} has another shape than layers before it")
-        line[1] += 1
+        line[1] += not expert or expert[1] == "0"
+    if config["model_type"] == "granitemoe":
+        found = {re.sub("|".join(granite), lambda match: granite[match[0]], name): line for name, line in found.items()}
     if config["model_type"] == "mixtral":
         found = {re.sub("|".join(mixtral), lambda match: mixtral[match[0]], name): line for name, line in found.items()}
     return found

@@ -9,6 +9,7 @@ from published import CONFIGS
 from megatron.convert.families.read_and_write_hf_config import config_of, settings_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import has_conv1d
+from megatron.convert.plan_hf_folder import plan_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.transformer.model_config import ModelConfig
 
@@ -347,6 +348,14 @@ def test_the_keys_that_qwen3_coder_adds_say_what_the_class_computes():
     for key, value in {"qkv_bias": True, "shared_expert_intermediate_size": 512, "use_qk_norm": False}.items():
         with pytest.raises(ConfigError, match=key):
             settings_of(config | coder | {key: value}, "config.json")
+
+
+def test_experts_that_are_taken_in_turn_are_written_as_no_folder():
+    """A measure of speed: its model has the weights, and not the choice, of the folder's."""
+    settings, words = settings_of(CONFIGS["Mixtral-8x7B-v0.1"], "config.json")
+    state = {"config": {"transformer": settings | {"moe_router_force_load_balancing": True}}, "vocab_size": words}
+    with pytest.raises(ConfigError, match="this run has --moe-router-force-load-balancing"):
+        plan_folder(state, {}, "this run")
 
 
 def test_a_second_name_of_a_key_may_repeat_its_value():

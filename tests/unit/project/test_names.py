@@ -105,7 +105,7 @@ NAMES = {
     "megatron.tokenizer.gpt2_tokenization": "PRETRAINED_MERGES_ARCHIVE_MAP PRETRAINED_VOCAB_ARCHIVE_MAP",
     "megatron.core.models": "GPTModel TransformerLanguageModel",
     "megatron.core.models.gpt.gpt_stage": "GPTModel",
-    "megatron.training": "get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "
+    "megatron.training": "evaluate get_args get_tokenizer print_rank_0 print_rank_last pretrain initialize_megatron get_model "
     "setup_model_and_optimizer build_train_valid_test_data_iterators",
     "megatron.training.training": "pretrain setup_model_and_optimizer",
     "megatron.training.initialize": "initialize_megatron",
