@@ -58,6 +58,7 @@ class LayerContext:
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
     # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
+    masks_documents: bool = False  # in training every batch has a mask that keeps attention within documents
     aux_losses: AuxLosses = field(default_factory=AuxLosses, compare=False)  # that the chunk's layers add
     experts: ExpertParallel = ExpertParallel()  # the ranks that share experts
     samples: Axis = Axis("dp", (0,), 0)  # the ranks that read other samples of a step
@@ -73,6 +74,7 @@ class LayerContext:
         cp_types: tuple[str, ...] = ("p2p",),
         longest: int | None = None,
         restarts_positions: bool = False,
+        masks_documents: bool = False,
         **tensor_parallel_fields: Any,
     ) -> "LayerContext":
         """Return the context of this rank's chunks on a mesh.
@@ -89,6 +91,7 @@ class LayerContext:
             offload_store,
             cp,
             restarts_positions,
+            masks_documents,
             experts=ExpertParallel(mesh["ep"], mesh["etp"], mesh["ep_etp"]),
             samples=mesh.samples,
         )
