@@ -9,6 +9,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel.global_state import get_global_state, get_mesh
+from megatron.core.parallel.rank_grid import Axis
 from megatron.core.tensor_parallel.broadcast_batch_over_tp import GeneratedBatch, broadcast_tensors
 
 # The entries of a batch, in the order in which scripts unpack them. None of the metadata of packed sequences and of
@@ -57,7 +58,7 @@ def get_batch_on_this_tp_rank(
             "masked; leave them at False, and give --reset-attention-mask to mask the documents of other data"
         )
     if run is not None and run.config.data.masks_documents:
-        check_document_ids(batch)
+        check_document_ids(batch, tp)
         integers.append("document_ids")
     shared: dict[str, Any] = dict(broadcast_tensors(integers, batch, torch.int64, tp, device))  # [b, s] each
     shared |= broadcast_tensors(["loss_mask"], batch, torch.float32, tp, device)  # [b, s]
@@ -71,9 +72,9 @@ def get_batch_on_this_tp_rank(
     return {name: shared[name] for name in sorted(shared)}
 
 
-def check_document_ids(batch: dict[str, Any]) -> None:
+def check_document_ids(batch: dict[str, Any] | None, tp: Axis) -> None:
     """Raise ValueError if a batch that is broadcast has no document_ids, in a run whose attention stays within documents."""
-    if get_mesh()["tp"].is_first and "document_ids" not in batch and not isinstance(batch, GeneratedBatch):
+    if tp.is_first and "document_ids" not in batch and not isinstance(batch, GeneratedBatch):
         raise ValueError(
             "--reset-attention-mask and --dataloader-inter-document-masking keep attention within documents, but the batch "
             f"has no document_ids, only {', '.join(batch)}: its data set was built without the flag. Give its config "
