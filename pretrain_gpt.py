@@ -72,11 +72,11 @@ def forward_step(data_iterator: Iterator | None, model: nn.Module) -> tuple[Tens
 
     The output is losses [b, s] on the last stage, hidden states [s, b, h] on the others.
     """
-    # A middle stage receives hidden states and needs no batch, with two exceptions: --reset-attention-mask needs the
+    # A middle stage receives hidden states and needs no batch, with two exceptions: attention within documents needs the
     # document of each token, and --reset-position-ids the positions from which rotary angles restart.
     config = get_runtime().config
     is_end_stage = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
-    needs_batch = is_end_stage or config.data.reset_attention_mask or config.restarts_angles
+    needs_batch = is_end_stage or config.data.masks_documents or config.restarts_angles
     if not needs_batch:
         return model(None, None), None
 

@@ -76,7 +76,7 @@ class ToyMoE(ChangesAtStepEnd):
         self.register_buffer("expert_bias", torch.zeros(experts, device=tp.device))
         self.register_buffer("tokens_per_expert", torch.zeros(experts, dtype=torch.int64, device=tp.device))
         over_tp = Placement((experts,), None, replicated_over=("tp",), partial_grad=("tp",))
-        self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp)}
+        self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp, restarts=True)}
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self.context.tp.axis

@@ -77,6 +77,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator | None) -> dict[str, Any]:
     # broadcast, integers and floats apart
     keys = ["tokens", "labels", "position_ids"]
     if config.data.masks_documents:
+        batch_on_this_rank.check_document_ids(data, tp)
         keys.append("document_ids")
     batch: dict[str, Any] = dict(zip(keys, broadcast_batch(keys, data, torch.int64, shape, tp, device)))  # [b, s] each
     (batch["loss_mask"],) = broadcast_batch(["loss_mask"], data, torch.float32, shape, tp, device)  # [b, s]

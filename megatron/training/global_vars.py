@@ -99,6 +99,7 @@ class Runtime:
             cp_types=tuple(self.config.parallel.cp_comm_type),
             longest=max(self.config.data.seq_length, self.config.data.decoder_seq_length or 0),
             restarts_positions=self.config.restarts_angles,
+            masks_documents=self.config.data.masks_documents,
             sequence_parallel=self.config.parallel.sequence_parallel_on,
             device=self.device.torch_device,
             weight_grads=self.weight_grads,

@@ -5,7 +5,8 @@
 
 What is done, on the first rank of TP 2 x PP 2 x DP 2 with ZeRO stage 1, ranks as threads:
 
-    a parameter is built               an MLP's matrices, from the run down; their first values; their place in a buffer
+    a parameter is made                an MLP's matrices, from the run down
+    a parameter is filled and placed   its first values, and its place in a buffer
     a rank's model is built            all of that for every parameter, and whether there is memory for it
     a batch is trained                 one step: forward, backward, update
     a gradient is summed               what the data-parallel wrapper does between the backward and the update
@@ -32,7 +33,7 @@ from script_run import trainer_of
 import pretrain_gpt
 from megatron.core.distributed.data_parallel import DistributedDataParallel
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.mlp import ParallelMLP
 from megatron.training import build_model_optimizer_and_data, make_chunks_optimizer_and_pipeline, trainer
 from megatron.training.checkpointing import save_and_load_run_state
 
@@ -42,13 +43,13 @@ FLAGS = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer --lr 1e-3 --mock-data --eval-iters 0 "
     "--tokenizer-type NullTokenizer --vocab-size 30 --device cpu --num-workers 0 --save "
 )
-BUILT, TRAINED = "a parameter is built", "a batch is trained"
+MADE, PLACED, TRAINED = "a parameter is made", "a parameter is filled and placed", "a batch is trained"
 SUMMED, WRITTEN = "a gradient is summed", "a checkpoint's tensor is written"
 # What is done -> the functions that do it: of what, by which name.
 DOERS = {
-    "a rank's model is built": [(build_model_optimizer_and_data, "build_chunks")],
-    BUILT: [
-        (transformer_layer, "ParallelMLP"),
+    "a rank's model is built": [(trainer, "build_chunks")],
+    MADE: [(ParallelMLP, "__init__")],
+    PLACED: [
         (build_model_optimizer_and_data, "initialize_parameters"),
         (make_chunks_optimizer_and_pipeline, "DistributedDataParallel"),
     ],
@@ -81,14 +82,16 @@ def noting(files: set[str]) -> Iterator[None]:
 
 
 def entered() -> dict[str, list[str]]:
-    """What is done -> the files, sorted."""
+    """What is done -> the files, sorted. Raises AssertionError if a function that does it is never called."""
     files: dict[str, set[str]] = {what: set() for what in DOERS}
     training: list[bool] = []
+    called: set[tuple[Any, str]] = set()
     originals = [(owner, name, getattr(owner, name)) for doers in DOERS.values() for owner, name in doers]
 
-    def watched(what: str, function: Callable) -> Callable:
+    def watched(what: str, doer: tuple[Any, str], function: Callable) -> Callable:
         @wraps(function)
         def inside(*given: Any, **options: Any) -> Any:
+            called.add(doer)
             # A step that is run for its memory alone, before the first one, sums gradients too.
             with noting(files[what] if what != SUMMED or training else set()):
                 return function(*given, **options)
@@ -102,13 +105,15 @@ def entered() -> dict[str, list[str]]:
 
     for what, doers in DOERS.items():
         for owner, name in doers:
-            setattr(owner, name, watched(what, getattr(owner, name)))
+            setattr(owner, name, watched(what, (owner, name), getattr(owner, name)))
     try:
         with tempfile.TemporaryDirectory() as folder:
             run_ranks({"tp": 2, "pp": 2, "dp": 2}, partial(work, folder=folder))
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+    never = [f"{owner.__name__}.{name}" for owner, name, _ in originals if (owner, name) not in called]
+    assert not never, f"{never} were not called: where they are looked up, they are other objects"
     return {what: sorted(found) for what, found in files.items()}
 
 

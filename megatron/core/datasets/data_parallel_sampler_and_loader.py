@@ -106,6 +106,7 @@ def batches(
 
     # A queue in the order of the stream: the oldest batch is awaited while younger ones are read.
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reads ahead")
+    is_finalizing = sys.is_finalizing  # at the interpreter's end the module's own names are gone
     try:
         queue = deque(pool.submit(read, ids) for ids in itertools.islice(ids_of_batches, 2 * num_workers))
         while queue:
@@ -115,7 +116,9 @@ def batches(
                 queue.append(pool.submit(read, next_ids))
             yield batch
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        # a program may end while its batches are still open: then the threads have ended already, and `shutdown` would fail
+        if not is_finalizing():
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def loader(kind: str, dataset: Samples | Iterable, split: str, **reading: int) -> Iterator[dict[str, torch.Tensor]]:

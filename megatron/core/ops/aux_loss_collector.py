@@ -169,6 +169,17 @@ def declared_aux_losses(chunks: Iterable[nn.Module]) -> list[AuxLosses]:
     return [aux_losses for aux_losses in found if aux_losses.names]
 
 
+def adds_terms_to_graph(model: Any) -> bool:
+    """Return whether layers of a model may add terms by `MoEAuxLossAutoScaler`, which declares nothing.
+
+    All ranks must know it before the first forward, which may have layers of another stage. A model says so by its
+    attribute `adds_terms_to_graph`, or as one of Megatron's by experts in its config.
+    """
+    if getattr(model, "adds_terms_to_graph", False):
+        return True
+    return bool(getattr(getattr(model, "config", None), "num_moe_experts", None))
+
+
 class MoEAuxLossAutoScaler(torch.autograd.Function):
     """Megatron's way to add an auxiliary loss: y = apply(x, aux_loss) is x, and its backward begins that of aux_loss too.
 

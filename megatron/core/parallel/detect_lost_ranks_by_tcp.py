@@ -179,8 +179,10 @@ class LivenessServer:
         *messages, peer.received = (peer.received + data).split(b"\n")
         try:
             for message in messages:
-                self._handle(peer, json.loads(message))
-        except Exception:  # not a message of a rank: hang up, since no stranger may end this thread
+                self._handle(peer, _message_in(message))
+        except Exception as error:  # hang up, since no stranger may end this thread; of a rank's all are told
+            if peer.rank is not None:
+                self._lose(f"{peer.name} has sent rank 0 what it cannot read ({error})")
             data = b""
         if not data or len(peer.received) > _MAX_MESSAGE:
             self._hang_up(peer)
@@ -304,7 +306,13 @@ class LivenessClient:
 
         # read the answer
         self._socket.settimeout(_ANSWER_SECONDS * 10)  # rank 0 may be busy
-        greeting = json.loads(self._messages.readline() or "{}")
+        answer = self._messages.readline()
+        try:
+            greeting = _message_in(answer or b"{}")
+        except ValueError:
+            raise UnreachableError(
+                f"what answers at port {server['port']} is not rank 0 of this job: it says {answer[:80]!r}"
+            ) from None
         if "welcome" not in greeting:
             if "refused" in greeting:
                 raise RankRejectedError(greeting["refused"])
@@ -372,9 +380,10 @@ class LivenessClient:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _listen(self) -> None:
+        lost = "has ended without a word"
         try:
-            while line := self._messages.readline():
-                message = json.loads(line)
+            while (line := self._messages.readline()).endswith(b"\n"):  # a part of a line: cut off by the end
+                message = _message_in(line)
                 if "over" in message:
                     return
                 if "lost" in message:
@@ -384,9 +393,11 @@ class LivenessClient:
                         self._complete = self._complete or "complete" in message
                         self._missing = message.get("missing", self._missing)
                         self._changed.notify_all()
-        except (OSError, ValueError):  # unanswered probes, or a reset connection
+        except OSError:  # unanswered probes, or a reset connection
             pass
-        self._lose(f"{self._rank_0} has ended without a word")
+        except ValueError as error:
+            lost = f"has sent rank {self._rank} what it cannot read ({error})"
+        self._lose(f"{self._rank_0} {lost}")
 
     def _lose(self, lost: str) -> None:
         if self._leaving.is_set():
@@ -449,6 +460,14 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     """Send a message; a closed connection is noticed by its reader."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _message_in(line: bytes) -> dict[str, Any]:
+    """Return the message of a line. Raises ValueError if it has none."""
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"{line[:80]!r} is no message")
+    return message
 
 
 def _allow_open_files(number: int) -> None:

@@ -24,7 +24,7 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.datasets.aux_loss_weight_from_next_microbatches import CountsTokens
 from megatron.core.distributed.clear_reduce_divide_gradients import GradientStep
 from megatron.core.offload.activation_offload import HoldsActivations
-from megatron.core.ops.aux_loss_collector import AuxLossMeans, declared_aux_losses
+from megatron.core.ops.aux_loss_collector import AuxLossMeans, adds_terms_to_graph, declared_aux_losses
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys, own_dropout_keys
 from megatron.core.ops.main_grad_interface import DataParallelChunkInterface
 from megatron.core.ops.weight_grad_store import WeightGradStore
@@ -116,7 +116,7 @@ class Pipeline:
         self.device = device
         self.keys = _keys_in(chunks) if keys is None else {keys}
         self.aux_losses = declared_aux_losses(chunk for chunk in chunks.values() if isinstance(chunk, nn.Module))
-        self.has_experts = any(bool(_config_of(chunk, "num_moe_experts")) for chunk in chunks.values())
+        self.adds_terms_to_graph = any(adds_terms_to_graph(unwrap_model(chunk)) for chunk in chunks.values())
         self.per_token_loss = any(bool(_config_of(chunk, "calculate_per_token_loss")) for chunk in chunks.values())
         self.stages = stage_map(schedule_name, mesh["pp"].size, len(chunks))
         self.transport = Transport(mesh, boundary, device, copies_over=copies_over, poison=poison)
@@ -225,11 +225,10 @@ class Pipeline:
         The data iterators of the last stage count the tokens, if they can (`CountsTokens`); else each sample counts
         all of its tokens, masked or not. num_microbatches: per rank.
 
-        Tokens are counted for a model that declares auxiliary losses, or whose config says num_moe_experts, which all
-        ranks know before the first forward. Terms that layers of another model put into the graph
-        (`MoEAuxLossAutoScaler`) are weighed as if no token were masked.
+        Tokens are counted for a model that declares auxiliary losses, or says that it adds terms to the graph
+        (`adds_terms_to_graph`). Terms of another model are weighed as if no token were masked.
         """
-        if not self.aux_losses and not self.has_experts:
+        if not self.aux_losses and not self.adds_terms_to_graph:
             gradients.aux_weight = float(self.batch.nominal_tokens * self.mesh.sequence.size)
             return
 

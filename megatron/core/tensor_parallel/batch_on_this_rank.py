@@ -9,7 +9,8 @@ from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.ops.attention.document_and_window_masks import Documents
 from megatron.core.ops.shard_sequence import shard_sequence
 from megatron.core.parallel.global_state import get_global_state, get_mesh
-from megatron.core.tensor_parallel.broadcast_batch_over_tp import broadcast_tensors
+from megatron.core.parallel.rank_grid import Axis
+from megatron.core.tensor_parallel.broadcast_batch_over_tp import GeneratedBatch, broadcast_tensors
 
 # The entries of a batch, in the order in which scripts unpack them. None of the metadata of packed sequences and of
 # context-parallel groups of several sizes is built.
@@ -36,8 +37,8 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, Any]:
     """Broadcast a batch that the first tensor-parallel rank has read. Every tensor-parallel rank of the stage must call.
 
-    batch: on the first rank tokens, labels, loss_mask, position_ids, [b, s] each, and in a run with
-    --reset-attention-mask document_ids [b, s]; on the others its content does not matter. The result has Megatron's
+    batch: on the first rank tokens, labels, loss_mask, position_ids, [b, s] each, and in a run whose attention stays
+    within documents document_ids [b, s]; on the others its content does not matter. The result has Megatron's
     entries by name, in alphabetical order. In a run attention_mask is `Documents`, or None where attention is causal
     over the whole sample, which is faster than a mask; outside of one it is the batch's, bool [b, 1, s, s]. is_sft,
     has_cu_seqlens: in a run with --sft the mask has the borders of examples, and cu_seqlens is None; otherwise they raise
@@ -56,7 +57,8 @@ def get_batch_on_this_tp_rank(
             "get_batch_on_this_tp_rank: is_sft and has_cu_seqlens are built for a run with --sft alone, where documents are "
             "masked; leave them at False, and give --reset-attention-mask to mask the documents of other data"
         )
-    if run is not None and run.config.data.reset_attention_mask:
+    if run is not None and run.config.data.masks_documents:
+        check_document_ids(batch, tp)
         integers.append("document_ids")
     shared: dict[str, Any] = dict(broadcast_tensors(integers, batch, torch.int64, tp, device))  # [b, s] each
     shared |= broadcast_tensors(["loss_mask"], batch, torch.float32, tp, device)  # [b, s]
@@ -68,6 +70,16 @@ def get_batch_on_this_tp_rank(
         shared |= broadcast_tensors(["attention_mask"], batch, torch.bool, tp, device)  # [b, 1, s, s]
     shared |= dict.fromkeys(_METADATA)
     return {name: shared[name] for name in sorted(shared)}
+
+
+def check_document_ids(batch: dict[str, Any] | None, tp: Axis) -> None:
+    """Raise ValueError if a batch that is broadcast has no document_ids, in a run whose attention stays within documents."""
+    if tp.is_first and "document_ids" not in batch and not isinstance(batch, GeneratedBatch):
+        raise ValueError(
+            "--reset-attention-mask and --dataloader-inter-document-masking keep attention within documents, but the batch "
+            f"has no document_ids, only {', '.join(batch)}: its data set was built without the flag. Give its config "
+            "reset_attention_mask=args.reset_attention_mask (of Megatron's names), or leave the flag out"
+        )
 
 
 @accepts_defaults_only(is_hybrid_cp=False)

@@ -58,6 +58,7 @@ class LayerContext:
     cp: ContextParallel = ContextParallel()  # the ranks that share each sample
     # Rotary angles follow the batch's position_ids, which restart at each document; False: the index in the sample.
     restarts_positions: bool = False
+    masks_documents: bool = False  # in training every batch has a mask that keeps attention within documents
     aux_losses: AuxLosses = field(default_factory=AuxLosses, compare=False)  # that the chunk's layers add
     experts: ExpertParallel = ExpertParallel()  # the ranks that share experts
     samples: Axis = Axis("dp", (0,), 0)  # the ranks that read other samples of a step
@@ -73,6 +74,7 @@ class LayerContext:
         cp_types: tuple[str, ...] = ("p2p",),
         longest: int | None = None,
         restarts_positions: bool = False,
+        masks_documents: bool = False,
         **tensor_parallel_fields: Any,
     ) -> "LayerContext":
         """Return the context of this rank's chunks on a mesh.
@@ -89,6 +91,7 @@ class LayerContext:
             offload_store,
             cp,
             restarts_positions,
+            masks_documents,
             experts=ExpertParallel(mesh["ep"], mesh["etp"], mesh["ep_etp"]),
             samples=mesh.samples,
         )
@@ -129,20 +132,20 @@ class LayerContext:
             first = autograd_collectives.gather_replicated_sequence(first, self.tp.axis)[:1]  # that of rank 0 of tp
         return autograd_collectives.gather_sequence(first, self.cp.axis)[0]  # that of rank 0 of cp
 
-    def check_attends_over_whole_samples(self, attention: nn.Module, layer: int) -> None:
-        """Raise ConfigError for an attention of a script's own that would see this context-parallel rank's tokens alone.
+    def check_attends_over_whole_samples(self, part: nn.Module, layer: int, *, whole_layer: bool = False) -> None:
+        """Raise ConfigError for a script's own attention, or layer, that would see this context-parallel rank's tokens alone.
 
-        layer: its number over the whole model, from 0. An attention asks the other ranks if one of its modules is a
+        layer: its number over the whole model, from 0. A part asks the other ranks if one of its modules is a
         `CoreAttention`, or says so by `attends_over_whole_samples = True`.
         """
         ranks = self.cp.axis.size
-        if ranks > 1 and not any(
-            getattr(module, "attends_over_whole_samples", False) for module in attention.modules()
-        ):
+        if ranks > 1 and not any(getattr(module, "attends_over_whole_samples", False) for module in part.modules()):
+            what = "" if whole_layer else "the attention of "
+            alone = ", which a layer that treats each token by itself sets too" if whole_layer else ""
             raise ConfigError(
-                f"--context-parallel-size is {ranks}, and the attention of layer {layer} ({type(attention).__name__}) has "
+                f"--context-parallel-size is {ranks}, and {what}layer {layer} ({type(part).__name__}) has "
                 "no CoreAttention, which asks the other ranks for their tokens; attend by one, or gather keys and values "
-                "by context.whole_samples and set attends_over_whole_samples = True in the class"
+                f"by context.whole_samples and set attends_over_whole_samples = True in the class{alone}"
             )
 
     def whole_samples(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megatron.core.ops.shard_sequence import positions_of
 from megatron.core.process_groups_config import OWN_GROUPS, OWN_GROUPS_BY_NAME
 from megatron.core.transformer.cross_attention import CrossAttentionState
 from megatron.core.transformer.gpt_and_bert_local_layer_specs import bert_layer_local_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_parallel_context import LayerContext, MakePart
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.module import MegatronModule, of_process
@@ -118,6 +119,8 @@ class TransformerBlock(HoldsActivations, MegatronModule):
             else:
                 layer_spec = _spec_of_layer(spec, position)
                 built[number] = _build_layer(layer_spec, config, own_settings, layer, position, place)
+            if not isinstance(built[number], (TransformerLayer, IdentityOp)):  # ours checks its attention itself
+                place.check_attends_over_whole_samples(built[number], layer, whole_layer=True)
         self.layers = NumberedLayers(built)
         has_final_norm = post_layer_norm and post_process and own_settings.norm_placement != "post"
         self.final_layernorm = make_norm(own_settings, place) if has_final_norm else None

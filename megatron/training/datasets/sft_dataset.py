@@ -38,18 +38,10 @@ class SFTDataset(MegatronDataset):
     Examples are encoded and packed as --sft does it (docs/after_pretraining.md): by the chat template of the tokenizer's
     folder, whole examples one behind the other. Megatron makes a sample of each line instead. indices: those of the
     examples that the split has. num_samples: at least so many; None: one epoch. In a run --chat-template and
-    --sft-split-turns count. Raises ConfigError for data that cannot be used, or without an example that fits; in a run of
-    more than two pipeline stages NotImplementedError, since Megatron's scripts give the middle ones no mask.
+    --sft-split-turns count. Raises ConfigError for data that cannot be used, or without an example that fits.
     """
 
     def _finalize(self) -> None:
-        state = get_global_state() if model_parallel_is_initialized() else None
-        if state is not None and state.run is not None and state.mesh.stages.last > 1:
-            raise NotImplementedError(
-                "SFTDataset: a script of Megatron's gives stages between the first and the last no mask, so that examples "
-                "would see each other there; take at most 2 stages, or pretrain_gpt.py of this project, whose every stage "
-                "reads the mask"
-            )
         length = self.config.sequence_length
         files = [(self.dataset.tokens, self.dataset.masks)]
         _, _, examples = sft_dataset.examples_in(files, [self.indices.tolist()], length)

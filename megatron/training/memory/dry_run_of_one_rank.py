@@ -365,12 +365,13 @@ def dry_run(job: Job, rank: int, *, values: bool = False, by_module: bool = Fals
         actions[:] = [action for action in actions if action.microbatch is None or action.microbatch in microbatches]
 
         # Run one step, or two where a step finds something of the step before: parameter gathers under way, the order
-        # in which gradients arrive, memory for checkpointed activations. The second step overwrites the profile of the
-        # first, and its memory is that of every later step.
+        # in which gradients arrive, memory for checkpointed activations, what modules made at its end. The second step
+        # overwrites the profile of the first, and its memory is that of every later step.
         first_step_differs = (
             config.data_parallel.overlap_param_gather
             or config.data_parallel.overlap_grad_reduce
             or config.transformer.contiguous_checkpointing
+            or any(chunk.buffer_sync is not None for chunk in parts.chunks.values())
         )
         left = None
         if by_module:

@@ -11,7 +11,7 @@ from documents import names_of_block
 from local_ranks import run_ranks
 from same_code import ROOT
 from tiny_run import GPT, LLAMA, SEQ, VOCAB, Layout, assert_equal, build, build_chunks, run
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.inference.generate import generate_batch
@@ -20,7 +20,10 @@ from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.attention.document_and_window_masks import Documents, MaskWithBias, Window, of_last_keys
 from megatron.core.ops.attention.kv_cache import CACHES, AttentionCache, Entries, KeyValueCache, LayerAttention
 from megatron.core.transformer.attention import ParallelAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_parallel_context import LayerContext
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import ParallelTransformerLayer
 
 
@@ -258,6 +261,29 @@ def test_what_sees_its_own_tokens_alone_is_refused_where_ranks_share_the_samples
             context.cache([0], 4, "cpu", "of attend")
 
     run_ranks({"cp": 2}, work)
+
+    class OwnLayer(nn.Module):
+        """Built without `TransformerLayer`: by `make_layer`, or as Megatron's spec."""
+
+        def __init__(self, config, layer=None, context=None, *, layer_number=None):
+            super().__init__()
+
+        def forward(self, x, mask=None, angles=None, cache=None):
+            return x.cumsum(0)
+
+    class Told(OwnLayer):
+        attends_over_whole_samples = True
+
+    def build(mesh) -> None:
+        context = LayerContext.from_mesh(mesh, torch.float64)
+        of_stage = {"layers": [1], "layer_context": context, "settings": config}
+        for ways in ({"make_layer": OwnLayer}, {"spec": ModuleSpec(OwnLayer)}):
+            with pytest.raises(ConfigError, match=r"2, and layer 1 \(OwnLayer\) has no CoreAttention.* by itself"):
+                TransformerBlock(config, **of_stage, **ways)
+        for layer in (Told, IdentityOp):
+            TransformerBlock(config, ModuleSpec(layer), **of_stage)
+
+    run_ranks({"cp": 2}, build)
     alone = LayerContext.from_mesh(single_rank_mesh(), torch.float64)
     ParallelTransformerLayer(config, 1, alone, make_attention=Alone)
     assert isinstance(alone.cache([0], 4, "cpu", "of attend"), OfAttend)

@@ -30,6 +30,7 @@ from megatron.core.distributed.sync_and_gather_params import full_state_dict
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL
+from megatron.core.sharding.buffer_placement_and_sync import persistent_buffers
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from tools.estimating.measure import measure
@@ -127,6 +128,16 @@ def test_a_layer_computes_the_formula():
     assert torch.equal(layer.tokens_per_expert, counts)
     layer.end_of_step()
     torch.testing.assert_close(layer.expert_bias, 2e-4 * (counts.double().mean() - counts).sign().float())
+
+
+def test_the_buffers_that_restart_are_those_that_a_step_ends_as_it_began_them():
+    """A folder of another project, which has none of them, lacks nothing."""
+    layer = a_layer()
+    initial = {buffer.name: buffer.tensor.clone() for buffer in persistent_buffers(layer)}
+    layer(torch.randn(SEQ, 2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    layer.end_of_step()
+    for buffer in persistent_buffers(layer):
+        assert buffer.declared.restarts == torch.equal(buffer.tensor, initial[buffer.name]), buffer.name
 
 
 def test_equal_scores_choose_the_first_experts_and_an_expert_without_rows_has_a_gradient_of_zero():

@@ -123,7 +123,7 @@ UNMASKED = Subject(make_model, forward_step, unmasked_sample)
 def batches_of(batch: BatchShape, first: int, mesh: Any, subject: Subject) -> Iterator:
     """The batches of a step. With masks they are counted before the step."""
     batches = microbatches(batch, first, mesh, TEXTS, subject.sample, subject.uncut)
-    if subject is MASKED or subject is OF_MEGATRON:
+    if any(subject is masked for masked in (MASKED, OF_MEGATRON, SAYS_SO)):
         return CountedBatches(batches, lambda rows: float(rows["whole_mask"].sum()))
     return batches
 
@@ -449,7 +449,15 @@ def make_model_of_megatron(config: ModelConfig, *, context: LayerContext, **part
     return model
 
 
+def make_model_that_says_so(config: ModelConfig, *, context: LayerContext, **parts: Any) -> GPTModel:
+    """Without experts: the model itself says that its layers add terms to the graph."""
+    model = GPTModel(config, positions=SEQ, context=context, make_layer=GatedLayerOfMegatron, **parts)
+    model.adds_terms_to_graph = True
+    return model
+
+
 OF_MEGATRON = replace(MASKED, make=make_model_of_megatron)
+SAYS_SO = replace(MASKED, make=make_model_that_says_so)
 
 
 class Writer:
@@ -465,6 +473,7 @@ class Writer:
         self.scalars |= {name: float(value) for name, value in scalars.items()}
 
 
+@pytest.mark.parametrize("subject", [OF_MEGATRON, SAYS_SO], ids=["by its config", "by itself"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -474,11 +483,11 @@ class Writer:
     ],
     ids=str,
 )
-def test_terms_in_the_graph_have_the_gradients_of_declared_ones(layout: Layout):
+def test_terms_in_the_graph_have_the_gradients_of_declared_ones(layout: Layout, subject: Subject):
     """And Megatron's tracker has their means, layer by layer. The first stage has no layer with a "size"."""
 
     def work(mesh: Any) -> dict[str, Any]:
-        trainer = AuxTrainer(mesh, layout, OF_MEGATRON)
+        trainer = AuxTrainer(mesh, layout, subject)
         norm = trainer.step(0).grad_norm
         grads = pieces_of_chunks(trainer.chunks, mesh, lambda p: p.main_grad, {"sums": trainer.buffers})
         writers = [Writer(), Writer()]

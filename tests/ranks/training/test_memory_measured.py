@@ -58,6 +58,7 @@ def flags_of(record: dict) -> str:
     ("flags", "world_size", "rank"),
     [
         ("--attention-dropout 0 --zero-stage 2", 4, 1),
+        ("--attention-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-router-force-load-balancing", 1, 0),
         pytest.param("--attention-dropout 0 --cpu-half-products widened", 1, 0, marks=pytest.mark.full),
         *[pytest.param(LAYOUT_STRING, 2, rank, marks=pytest.mark.full) for rank in (0, 1)],
     ],

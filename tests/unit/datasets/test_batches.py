@@ -1,7 +1,9 @@
 """Loaders: order, threads that read ahead, endless epochs. What a step reads follows from the samples consumed."""
 
+import concurrent.futures.thread
 import itertools
 import random
+import sys
 import threading
 import time
 
@@ -63,6 +65,17 @@ def test_readers_stop_when_nobody_asks_any_more():
         if thread.name.startswith("reads ahead"):
             thread.join(timeout=5)
             assert not thread.is_alive()
+
+
+def test_batches_that_are_open_when_the_interpreter_ends_close_without_an_error(monkeypatch):
+    """As it ends a program whose trainer is open: what modules import is gone then."""
+    ends = False
+    monkeypatch.setattr(sys, "is_finalizing", lambda: ends)
+    stream = batches(Numbers(1000), 0, 1, 0, 1, num_workers=2)
+    next(stream)
+    monkeypatch.setattr(concurrent.futures.thread, "queue", None)
+    ends = True
+    stream.close()
 
 
 def test_every_epoch_of_a_cyclic_loader_has_every_sample_in_an_order_of_its_own():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -90,6 +91,41 @@ def test_a_line_that_closes_without_a_goodbye_is_a_death_all_hear_of(dead, compl
     assert not other.wait_for_all_ranks(soon(), 60)
     wait_for(lambda: ended)
     assert all("has ended without a word" in why for why in ended)
+
+
+@pytest.mark.parametrize("garbage", [b"lost\n", b"[1]\n", b"7\n", b"\xff\n"])
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_message_that_cannot_be_read_is_said_to_be_one(sender, garbage, join, ended):
+    exchange = LivenessServer(2)
+    lines = [join(exchange, rank, 2) for rank in range(2)]
+    end = lines[1]._socket if sender else exchange._peers[1].socket
+    end.sendall(garbage)
+    assert re.match(rf"rank {sender} \(on .* what it cannot read \(.+\)", lines[1 - sender].lost_rank(seconds=5))
+
+
+def test_half_a_message_is_the_end_of_its_sender(join, ended):
+    exchange = LivenessServer(2)
+    lines = [join(exchange, rank, 2) for rank in range(2)]
+    end = exchange._peers[1].socket
+    end.sendall(b'{"lost": "ra')
+    end.shutdown(socket.SHUT_RDWR)
+    assert lines[1].lost_rank(seconds=5).endswith("has ended without a word")
+
+
+def test_another_program_at_the_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\n")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = json.dumps({"hosts": [], "port": other.getsockname()[1], "token": "1"})
+        with pytest.raises(UnreachableError, match=r"is not rank 0 of this job: it says b'HTTP/1\.1 400"):
+            LivenessClient(address, 1, 2, ["127.0.0.1"])
+        thread.join()
 
 
 def test_a_rank_that_leaves_in_order_is_no_news(join, ended):

@@ -31,6 +31,7 @@ OURS = {
     "megatron/core/tensor_parallel/exchange_parallel_linears_for_adapters.py _check_parts_are_declared": "sequence_parallel",  # a script's
     "megatron/core/transformer/transformer_layer.py _recompute_module_of": "recompute_module",  # a script's MLP
     "megatron/core/ops/aux_loss_collector.py own_aux_losses": "aux_losses",  # a script's model or layer
+    "megatron/core/ops/aux_loss_collector.py adds_terms_to_graph": "adds_terms_to_graph",  # a script's model
     "megatron/core/ops/compile/compiled_region.py _whole_of": "compiled_layer",
     "megatron/core/base/dataclass_flags.py field_of_action": "config_field",
     "megatron/porting/judge_fork_names_and_flags.py _further_arguments": "__defaults_only__",  # of a function, set by its decorator
@@ -102,6 +103,7 @@ FOREIGN = {
         "megatron/core/transformer/transformer_layer.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout",
         "megatron/core/transformer/module.py": "sequence_parallel",
+        "megatron/core/ops/aux_loss_collector.py": "config num_moe_experts",
         "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
         "megatron/core/tensor_parallel/linear_layers.py": "params_dtype sequence_parallel",
         "megatron/training/arguments/transformer_config_from_args.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "

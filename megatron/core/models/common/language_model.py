@@ -25,9 +25,9 @@ class TransformerLanguageModel(nn.Module):
     """One pipeline stage of a language model.
 
     forward(tokens [b, s], position_ids [b, s], mask, token_types [b, s], cache) -> hidden states [s, b, h] ([s/t, b, h]
-    under sequence parallelism). mask: a `Mask`; a tensor is bool [b or 1, 1, s or 1, s], True where masked. Without
-    `pre_process` it starts from the hidden states of the previous stage, set by `set_input_tensor`. With
-    `post_process`, `logits` applies the output layer. All ranks of this stage in one replica must call.
+    under sequence parallelism). mask: a `Mask`; a tensor is bool [b or 1, 1, s or 1, s], True where masked; not None in
+    training if `context.masks_documents`. Without `pre_process` it starts from the hidden states of the previous stage, set by
+    `set_input_tensor`. With `post_process`, `logits` applies the output layer. All ranks of this stage in one replica must call.
 
     spec, make_layer, layer_config: how the layers are built, see `TransformerBlock`, whose `config` is layer_config.
     positions: rows of a learned position embedding.
@@ -79,6 +79,7 @@ class TransformerLanguageModel(nn.Module):
                 weight.is_tied = True  # the output layer reads it outside its own module
         self._input_tensor: Tensor | None = None
         self.restarts_positions = context.restarts_positions
+        self.masks_documents = context.masks_documents
 
     def set_input_tensor(self, x: Tensor | None) -> None:
         """Set the hidden states from which the next forward starts, on every stage but the first.
@@ -96,6 +97,13 @@ class TransformerLanguageModel(nn.Module):
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """Return the hidden states after the stage's layers: [s, b, h] ([s/t, b, h] under sequence parallelism)."""
+        if self.masks_documents and self.training and mask is None:
+            raise ValueError(
+                "--reset-attention-mask and --dataloader-inter-document-masking keep attention within documents, so in training "
+                "each pipeline stage needs the attention_mask of its batch, but the model was given none. A script whose "
+                "stages between the first and the last read no batch can take at most 2 stages; with more, read the batch on "
+                "every stage, as forward_step of pretrain_gpt.py does"
+            )
         x = self.embedding(tokens, position_ids, token_types) if self.pre_process else self._input_tensor
         if type(self.decoder) is TransformerBlock:
             return self.decoder(x, mask, inference_context=cache, position_ids=position_ids)
