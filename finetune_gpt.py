@@ -9,7 +9,7 @@ FOLDER is a published model's as it is, or a checkpoint. With --lora-rank N only
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage
     if lora.lora_adapter is not None:
         values = values_of(peft_folder_of(lora.lora_adapter, args.pretrained_checkpoint)[0], lora)
     context = model.context
-    whole = fused_in_hf("GPTModel", config, get_runtime().vocab_size)
+    # a run without --max-position-embeddings has as many positions as its longest sequence
+    described = replace(config, max_position_embeddings=get_runtime().config.positions)
+    whole = fused_in_hf("GPTModel", described, get_runtime().vocab_size)
     others = linears_of_some_layers(config)
     names = add_lora(
         model, lora, whole=whole, values=values, keys=context.keys, rows_of_sample=context.rows, elsewhere=others

@@ -59,10 +59,10 @@ import torch
 from megatron.convert.families.read_and_write_hf_config import kind_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.peft_folder import Pair, base_of_state, merge_adapter, write_peft_folder
+from megatron.convert.plan_hf_folder import model_in_state
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.core.dist_checkpointing.local_tensor import LocalTensor
 from megatron.core.sharding.boxes import whole
-from megatron.core.transformer.model_config import ModelConfig
 
 _MODEL = "model/"
 _FACTOR = ".lora_a"
@@ -93,11 +93,11 @@ def adapters_of(folder: str, iteration: int | None) -> tuple[dict[tuple[str, str
 def export(config: LoRAToolConfig, out: Path) -> int:
     """Write the adapters of --load as a folder of PEFT; return their number."""
     pairs, state = adapters_of(config.load, config.iteration)
-    model = ModelConfig(**state["config"]["transformer"])
+    model, vocab_size = model_in_state(state, config.load)
     values = {**state["config"]["own_model"], "lora_dropout": state["config"]["own"].get("lora_dropout", 0.0)}
     lora = build(LoRAConfig, values)
     known_kind, folder = base_of_state(state)
-    kind = kind_of(state["model"], model, state["vocab_size"], config.model_type or known_kind)
+    kind = kind_of(state["model"], model, vocab_size, config.model_type or known_kind)
     ambiguous = write_peft_folder(out, pairs, lora, FAMILIES[kind], model, base=config.base or folder)
     if ambiguous and config.save_peft is not None:
         others = " and others" if len(ambiguous) > 1 else ""

@@ -235,6 +235,7 @@ def draw(runs: dict[str, Curves], output: str) -> None:
         raise ImportError("drawing needs the package matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")  # no screen is needed
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     panels = [panel for panel in PANELS if any(run.of[name] for run in runs.values() for name in panel[2])]
     rows = -(-len(panels) // 2)
@@ -245,6 +246,8 @@ def draw(runs: dict[str, Curves], output: str) -> None:
     colours = [f"C{number}" for number in range(len(runs))]
     if len(runs) > 10:
         colours = list(matplotlib.colormaps["turbo"]([number / (len(runs) - 1) for number in range(len(runs))]))
+    # earlier runs are broader, so that a run with equal numbers does not hide them: two layouts of one model
+    widths = [1.5 + 1.5 * min(len(runs) - 1 - number, 3) for number in range(len(runs))]
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (title, unit, names) in zip(grid.flat, panels):
@@ -262,9 +265,11 @@ def draw(runs: dict[str, Curves], output: str) -> None:
                 else:
                     style = "o"  # a line of one point cannot be seen
                 label = f"{run}, {name}" if len(names) > 1 else run
-                axes.plot(*zip(*points), style, markersize=4, color=colours[number], label=label)
+                look = {"markersize": 2.5 + widths[number], "linewidth": widths[number], "color": colours[number]}
+                axes.plot(*zip(*points), style, **look, label=label)
         axes.set(title=title, xlabel="iteration", ylabel=unit)
         axes.tick_params(labelbottom=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="medium" if len(runs) <= 10 else "x-small")
     with naming_flag("--output", output, "choose a file that can be written"):

@@ -150,7 +150,7 @@ def plan_folder(
     and for tensors that it has no name for, CheckpointError for a model that lacks tensors.
     """
     state = _with_our_attention(state, source)
-    model, vocab_size = _model_in(state, source)
+    model, vocab_size = model_in_state(state, source)
     origin = Provenance.in_state(state, source)
     if not kind and origin is not None:
         kind = origin.model_type
@@ -243,8 +243,11 @@ def _with_our_attention(state: dict[str, Any], source: str) -> dict[str, Any]:
     return state | {"config": settings | {"transformer": transformer}}
 
 
-def _model_in(state: dict[str, Any], source: str) -> tuple[ModelConfig, int]:
-    """Return (the model's settings, its vocabulary size)."""
+def model_in_state(state: dict[str, Any], source: str) -> tuple[ModelConfig, int]:
+    """Return (the model's settings, with the number of its positions; its vocabulary size) of a checkpoint's state.
+
+    Raises ConfigError for a model that no family is of, and for settings that are not known.
+    """
     saved = state.get("config", {}).get("transformer")
     known_models = {family.model for family in FAMILIES.values()}
     if saved is None or "vocab_size" not in state or state.get("model", "GPTModel") not in known_models:

@@ -525,10 +525,8 @@ class Trainer:
 
         # pass the numbers to the writers
         with self.log.paused():
-            losses = result.losses
-            if self.config.tensorboard.moe_per_layer_logging:
-                losses = losses | _by_layer(result.aux_by_layer)
-            self.watch.report(step, losses, interval, tensors, left_out=left_out)
+            of_layers = _by_layer(result.aux_by_layer) if self.config.tensorboard.moe_per_layer_logging else {}
+            self.watch.report(step, result.losses, interval, tensors, of_layers=of_layers, left_out=left_out)
 
     # ---------------------------------------------------------------- validation and saving
 

@@ -2,19 +2,34 @@
 
 from typing import Any
 
+from torch import nn
+
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.bias_dropout_add import get_bias_dropout_add
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe.moe_layer import mlp_of_layer
+from megatron.core.transformer.spec_utils import ContextSpec, ModuleSpec
 from megatron.core.transformer.torch_norm import FusedLayerNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
-def _layer_spec(mask_type: Any, qk_norm: Any = None) -> ModuleSpec:
+def _experts_of_layer(config: ModelConfig, layer: int, context: LayerContext) -> nn.Module:
+    """Return the MLP of a layer whose spec has experts: dense where moe_layer_freq of the config says so."""
+    if not config.has_experts:
+        raise ValueError(
+            "the spec of a layer was made with num_experts, and the config's num_moe_experts is None; set it, or leave "
+            "num_experts out"
+        )
+    return mlp_of_layer(config, layer, context)
+
+
+def _layer_spec(mask_type: Any, qk_norm: Any = None, *, has_experts: bool = False) -> ModuleSpec:
     attention_parts = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=DotProductAttention,
@@ -22,6 +37,7 @@ def _layer_spec(mask_type: Any, qk_norm: Any = None) -> ModuleSpec:
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,
     )
+    dense = ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear))
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -29,7 +45,7 @@ def _layer_spec(mask_type: Any, qk_norm: Any = None) -> ModuleSpec:
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": mask_type}, attention_parts),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=FusedLayerNorm,
-            mlp=ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, RowParallelLinear)),
+            mlp=ContextSpec(_experts_of_layer) if has_experts else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -48,15 +64,16 @@ def get_gpt_layer_local_spec(
 ) -> ModuleSpec:
     """Return the spec of our GPT layer. qk_layernorm: normalize query and key heads, as the config's field.
 
-    The config says which norm it is, and which layers have experts (num_moe_experts, moe_layer_freq). Raises ValueError
-    for what is not built.
+    num_experts: None: a dense MLP; else experts, as many and in the layers that the config says (num_moe_experts,
+    moe_layer_freq). The config also says which norm it is. Raises ValueError for what is not built.
     """
-    del num_experts, moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization  # in Megatron's signature
+    del moe_grouped_gemm, moe_use_legacy_grouped_gemm, normalization  # in Megatron's signature
     not_built = {"multi_latent_attention": multi_latent_attention, "fp8": fp8, "qk_l2_norm": qk_l2_norm}
     requested = [name for name, value in not_built.items() if value]
     if requested:
         raise ValueError(f"get_gpt_layer_local_spec: {', '.join(requested)} is not built yet; leave it out")
-    return _layer_spec(AttnMaskType.causal, FusedLayerNorm if qk_layernorm else None)
+    qk_norm = FusedLayerNorm if qk_layernorm else None
+    return _layer_spec(AttnMaskType.causal, qk_norm, has_experts=num_experts is not None)
 
 
 bert_layer_local_spec = _layer_spec(AttnMaskType.padding)

@@ -315,8 +315,10 @@ def _build_layer(
 
     layer: from 0 over the whole model; position: from 0 in the stage. settings: our form of `config`; it may have more.
     """
-    has_qk_norm = spec == get_gpt_layer_local_spec(qk_layernorm=True)
-    if spec is None or has_qk_norm or spec in (get_gpt_layer_local_spec(), bert_layer_local_spec):
+    counts = (None, settings.num_experts)  # also without num_experts the config says which layers have experts
+    has_qk_norm = spec in [get_gpt_layer_local_spec(count, qk_layernorm=True) for count in counts]
+    ours = [bert_layer_local_spec, *(get_gpt_layer_local_spec(count) for count in counts)]
+    if spec is None or has_qk_norm or spec in ours:
         own_settings = replace(settings, qk_layernorm=True) if has_qk_norm else settings
         return TransformerLayer(config, None, layer + 1, layer_context=layer_context, settings=own_settings)
     # a layer that is given its place in the layout counts over the whole model

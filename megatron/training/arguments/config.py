@@ -562,7 +562,7 @@ class Config:
             if pairs:
                 lines.append(f"  {title}")
             for name, (default, value) in pairs.items():
-                differs = f"  (default {default})" if default not in (None, value) else ""
+                differs = f"  (default {shown(default)})" if default not in (None, value) else ""
                 lines.append(f"    {name:<{width}}  {shown(value)}{differs}")
         return lines
 

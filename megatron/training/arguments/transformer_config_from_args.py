@@ -47,6 +47,7 @@ def core_transformer_config_from_args(args: Any, config_class: type | None = Non
             values["gated_linear_unit"] = True
             values["activation_func"] = functional.silu
         values["layernorm_epsilon"] = getattr(args, "norm_epsilon", None)
+        values["num_moe_experts"] = getattr(args, "num_experts", None)
         values["num_query_groups"] = args.num_query_groups if "group_query_attention" in switches else None
         values["num_layers_in_first_pipeline_stage"] = getattr(args, "decoder_first_pipeline_num_layers", None)
         values["num_layers_in_last_pipeline_stage"] = getattr(args, "decoder_last_pipeline_num_layers", None)

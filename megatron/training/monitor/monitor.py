@@ -174,21 +174,23 @@ class Monitor:
         interval: Interval | None,
         tensors: Measured,
         *,
+        of_layers: Mapping[str, float] | None = None,
         left_out: bool = False,
     ) -> None:
         """Send the last step's numbers to the writers. Every rank must call.
 
-        interval: of the step's log line; None if none was due. left_out: the step was not computed.
+        interval: of the step's log line; None if none was due. of_layers: curves of single layers, of this step also in the
+        interval's numbers. left_out: the step was not computed.
         """
         self._tell_of_losses()
-        of_experts: dict[str, float] = {}
+        of_layers = dict(of_layers or {})
         if self.config.transformer.has_experts and (self._line_is_due or self._curves_are_due):
             loads = expert_loads(self.chunks, self._mesh["pp"], self.runtime.device.torch_device)
             for note in self._idle_experts.notes(loads):
                 print_rank_last(note)
             if self.config.tensorboard.moe_per_layer_logging:
-                of_experts = load_curves(loads)
-                losses = {**losses, **of_experts}
+                of_layers |= load_curves(loads)
+        losses = {**losses, **of_layers}
         computed = 0 if left_out else step.global_batch_size
         self._beacon.step(step.iteration, step.consumed_samples, losses, computed_samples=computed)
         if self._line_is_due and self._stragglers is not None:
@@ -202,7 +204,7 @@ class Monitor:
                     eta_and_throughput_line(interval, self.config.data.tokens_per_sample, self._mfu(interval))
                 )
             if self.writers:
-                self._send("interval", self._interval_values(interval) | times | of_experts)
+                self._send("interval", self._interval_values(interval) | times | of_layers)
             self.memory.save()
         for (what, name), statistics in tensors.items():
             self._send("inspect", statistics.values(), {"what": what, "name": name})

@@ -1,22 +1,28 @@
 """What a top-level script may hand to `pretrain`, and how it is told what is wrong. One process: nothing here depends on ranks."""
 
 from functools import partial
-from shlex import split
+from shlex import join, split
+from types import SimpleNamespace
 
 import pytest
 import torch
 from local_ranks import run_ranks
 from said import tells
+from script_run import trainer_of
 from torch import nn
 
 import pretrain_gpt
 from megatron.core import mpu, tensor_parallel
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.aux_loss_collector import AuxLosses
 from megatron.core.pipeline_parallel.loss_func_results import read_step
 from megatron.core.sharding.placement import Placement
+from megatron.core.transformer.transformer_config import model_config
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.arguments.command_line import parse_args
 from megatron.training.build_model_optimizer_and_data import name_problems
 from megatron.training.make_chunks_optimizer_and_pipeline import model_problems
 
@@ -64,6 +70,53 @@ def test_version_2_has_no_model_type(capsys):
     pretrain(PROVIDER, MODEL, step, extra_args_provider=extra, args_defaults={"own": 3}, argv=[*FLAGS, "--own", "4"])
     assert losses(capsys.readouterr().out) == expected
     assert set(seen) == {(3, 0.01), (4, 0.01)}, "a default holds where the command line says nothing, and only there"
+
+
+EXPERTS = [
+    "--moe-router-topk 3 --moe-layer-freq [0,1] --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall --moe-grouped-gemm",
+    "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2 --moe-z-loss-coeff 0.1",
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2",
+    "--moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate --moe-router-dtype fp64 --moe-router-pre-softmax",
+    "--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --moe-router-topk-scaling-factor 2.5",
+    "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-layer-freq 2 --moe-enable-routing-replay",
+]
+
+
+@pytest.mark.parametrize("flags", EXPERTS)
+def test_the_config_of_the_arguments_has_the_experts_of_the_flags(flags: str):
+    sizes = "--num-experts 8 --ffn-hidden-size 64 --kv-channels 8 --make-vocab-size-divisible-by 128"
+    expected, args, _ = parse_args([*FLAGS, *split(sizes), *split(flags)])
+    assert model_config(core_transformer_config_from_args(args)) == expected.transformer
+
+
+def test_a_model_by_megatrons_config_and_spec_has_the_experts_of_the_flags():
+    """As Megatron's own pretrain_gpt.py builds it. Without experts it would train as well, with other losses."""
+
+    def provider(pre_process=True, post_process=True):
+        args = get_args()
+        config = core_transformer_config_from_args(args)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=args.normalization)
+        parts = {"pre_process": pre_process, "post_process": post_process, "share_embeddings_and_output_weights": True}
+        return GPTModel(config, spec, args.padded_vocab_size, args.max_position_embeddings, **parts)
+
+    def train(mesh, model, more=""):
+        flags = f"{join(FLAGS)} --num-experts 4 --moe-aux-loss-coeff 0.1 --max-position-embeddings 8 --fp64 {more}"
+        script = SimpleNamespace(**vars(pretrain_gpt) | {"model_provider": model})
+        steps = []
+        with trainer_of(script, mesh, flags, predicts=False) as trainer:
+            report = trainer._report
+            trainer._report = lambda result, *rest, **options: (
+                steps.append(dict(result.losses)),
+                report(result, *rest, **options),
+            )
+            trainer._train()
+        return steps
+
+    (expected,) = run_ranks({}, partial(train, model=pretrain_gpt.model_provider))
+    ranks = run_ranks({"dp": 2, "ep": 2}, partial(train, model=provider, more="--expert-model-parallel-size 2"))
+    assert len(expected) == 2
+    for found, step in zip(ranks[-1], expected, strict=True):
+        assert set(step) == {"lm loss", "load_balancing_loss"} and found == pytest.approx(step, rel=1e-10)
 
 
 def test_a_flag_of_the_scripts_own_may_not_be_one_of_ours(capsys):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from sft_folder import (
 from thread_writers import thread_writers
 
 import finetune_gpt
+import pretrain_gpt
 from megatron.convert import open_foreign
 from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing import load_whole_tensors, open_checkpoint
@@ -323,6 +325,39 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_written(base: 
     assert not (tmp_path / "merged").exists()
     with pytest.raises(ConfigError, match="has tensors that belong to no linear of the model: base_model"):
         FinetuneScript(flags_of(base, f"--lora-adapter {adapter} --pretrained-checkpoint {tmp_path}/gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("gpt2", ["c_attn", "c_fc", "c_proj"]),
+        ("mixtral", ["k_proj", "mlp.experts.down_proj", "mlp.experts.gate_up_proj", "o_proj", "q_proj", "v_proj"]),
+    ],
+)
+def test_adapters_of_a_base_whose_positions_are_its_sequences_are_those_of_its_family(
+    kind: str, targets: list[str], tmp_path: Path
+):
+    """A run without --max-position-embeddings says nowhere how many positions its model has."""
+    experts = (
+        "--num-experts 4 --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope --ffn-hidden-size 16"
+    )
+    sizes = f"--num-layers 1 --hidden-size 16 --num-attention-heads 2 {experts if kind == 'mixtral' else ''}"
+    data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 15 --device cpu --train-iters 1"
+
+    def run(mesh: Mesh, script: ModuleType | FinetuneScript, flags: str) -> None:
+        with trainer_of(script, mesh, flags, predicts=False) as trainer:
+            trainer.run()
+
+    flags = f"{SIZES} {sizes} {data} --eval-iters 0 --save {tmp_path}/base"
+    run_ranks({}, partial(run, script=pretrain_gpt, flags=flags))
+    write_lines(tmp_path / "numbers.jsonl", [{"prompt": "1 2", "completion": "3"}] * 4)
+    tuned = f"{SIZES} --train-iters 1 --lora-rank 2 --device cpu --data-path {tmp_path}/numbers.jsonl --split 1,0,0"
+    tuned += f" --pretrained-checkpoint {tmp_path}/base --save {tmp_path}/own"
+    run_ranks({}, partial(run, script=FinetuneScript(tuned), flags=tuned))
+    assert lora_tool.main(["--load", f"{tmp_path}/own", "--save-peft", f"{tmp_path}/peft"]) == 0
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert sorted(config["target_modules"] + (config["target_parameters"] or [])) == targets
 
 
 def write_adapter(folder: Path, **pairs: tuple[int, int]) -> Path:

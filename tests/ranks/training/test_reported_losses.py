@@ -7,6 +7,7 @@ import json
 import math
 import re
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -285,7 +286,7 @@ def train_penalised(mesh: Mesh, flags: str, script: SimpleNamespace = PENALISED)
             report(result, *rest, **options)
 
         def note_curves(step, losses, *rest, **options):
-            curves.append(losses)
+            curves.append({**losses, **options["of_layers"]})
             watched(step, losses, *rest, **options)
 
         trainer._report, trainer.watch.report = note_result, note_curves
@@ -293,12 +294,18 @@ def train_penalised(mesh: Mesh, flags: str, script: SimpleNamespace = PENALISED)
     return steps, curves, tokens
 
 
-def test_auxiliary_losses_are_reported_by_name_and_where_asked_by_layer():
-    ((steps, curves, tokens),) = run_ranks({}, partial(train_penalised, flags="--moe-per-layer-logging"))
+def test_auxiliary_losses_are_reported_by_name_and_where_asked_by_layer(tmp_path: Path):
+    flags = f"--moe-per-layer-logging --metrics-file {tmp_path}/metrics.jsonl --log-interval 1"
+    ((steps, curves, tokens),) = run_ranks({}, partial(train_penalised, flags=flags))
     layers = ["moe/activation size_layer_0", "moe/activation size_layer_1"]
     for losses, points in zip(steps, curves, strict=True):
         assert set(losses) == {"lm loss", "activation size"} and set(points) == {*losses, *layers}
         assert losses["activation size"] == pytest.approx(sum(points[name] for name in layers) / 2, rel=1e-12)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    written = [line for line in lines if line["kind"] == "interval"]
+    assert len(written) == len(curves)
+    for line, points in zip(written, curves):
+        assert {name: line[name] for name in layers} == {name: points[name] for name in layers}
     assert all(weighed == counted < 8 * 16 for weighed, counted in tokens)
     sizes, flags = {"tp": 2, "pp": 2, "dp": 2}, "--sequence-parallel --recompute-activations --rerun-mode disabled"
     flags += " --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"

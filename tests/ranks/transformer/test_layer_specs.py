@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel.global_state import defer_weight_initialization, get_global_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -227,6 +228,29 @@ def test_a_spec_normalizes_heads_as_the_config_does(layer):
         tokens, places = torch.arange(SEQ)[None] % VOCAB, torch.arange(SEQ)[None]
         by_spec.eval(), by_config.eval()
         assert torch.equal(by_spec(tokens, places, None), by_config(tokens, places, None))
+
+    run_ranks({}, work)
+
+
+@pytest.mark.parametrize("freq", [1, [0, 1]])
+def test_a_spec_with_experts_has_them_where_the_config_says_also_in_a_layer_of_the_scripts_own(freq):
+    def work(mesh):
+        config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
+        config.num_moe_experts, config.moe_layer_freq = 4, freq
+        mine, changed = get_gpt_layer_local_spec(num_experts=4), get_gpt_layer_local_spec(num_experts=4)
+        changed.module = type("Mine", (TransformerLayer,), {})
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        models = [GPTModel(config, spec, VOCAB, SEQ) for spec in (mine, changed, block, get_gpt_layer_local_spec())]
+        names = [name for name, _ in models[0].named_parameters() if "mlp.router.weight" in name]
+        assert len(names) == (2 if freq == 1 else 1)
+        tokens, places = torch.arange(SEQ)[None] % VOCAB, torch.arange(SEQ)[None]
+        for model in models:
+            model.load_state_dict(dict(models[0].named_parameters()), strict=False)
+            model.eval()
+            assert torch.equal(model(tokens, places, None), models[0](tokens, places, None))
+        config.num_moe_experts = None
+        with pytest.raises(ValueError, match="num_moe_experts is None"):
+            GPTModel(config, mine, VOCAB, SEQ)
 
     run_ranks({}, work)
 

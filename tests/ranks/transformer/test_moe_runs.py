@@ -2,14 +2,16 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from documents import ROOT, commands_of
+from documents import ROOT, commands_of, names_of_block
 from expert_models import BATCH, GPT2, LLAMA, SUBJECT, zero
 from local_ranks import run_ranks
 from measured_memory import SMALL
@@ -34,6 +36,7 @@ from megatron.core.tensor_parallel.linear_autograd import TorchMatmul
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
 from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
@@ -130,6 +133,28 @@ def test_the_commands_of_the_page_train():
 
         losses += run_ranks(sizes, rank)
     assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-9)
+
+
+def test_the_forward_step_of_the_page_trains_on_the_routes_of_evaluation(monkeypatch: pytest.MonkeyPatch):
+    """They are those of training where no expert drops a token and nothing is drawn: the run's losses are equal, bit for bit."""
+    page = names_of_block("experts.md", "RouteReplay")
+    replays = []
+    monkeypatch.setitem(page, "RouteReplay", lambda chunks: replays.append(RouteReplay(chunks)) or replays[-1])
+    flags = f"{' '.join(TINY)} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-enable-routing-replay --train-iters 2"
+    flags += " --hidden-dropout 0 --attention-dropout 0"
+
+    def rank(mesh: Mesh, step: Callable) -> list[dict[str, float]]:
+        losses = []
+        script = SimpleNamespace(**vars(pretrain_gpt) | {"forward_step": step})
+        with trainer_of(script, mesh, flags, predicts=False) as trainer:
+            trainer._report = lambda result, *_, **__: losses.append(dict(result.losses))
+            trainer._train()
+        return losses
+
+    (plain,) = run_ranks({}, partial(rank, step=pretrain_gpt.forward_step))
+    (replayed,) = run_ranks({}, partial(rank, step=page["forward_step"]))
+    assert plain == replayed and len(plain) == 2
+    assert replays and all(replay.routes for replay in replays)
 
 
 @pytest.mark.parametrize(("experts", "notes"), [("", 1), (" --num-experts 4", 0)])

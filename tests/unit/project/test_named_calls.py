@@ -107,7 +107,7 @@ FOREIGN = {
         "megatron/core/pipeline_parallel/schedules.py": "config params_dtype pipeline_dtype residual_dtype sequence_parallel",
         "megatron/core/tensor_parallel/linear_layers.py": "params_dtype sequence_parallel",
         "megatron/training/arguments/transformer_config_from_args.py": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "norm_epsilon",
+        "norm_epsilon num_experts",
         "megatron/core/transformer/transformer_config.py": "name",
         "megatron/core/transformer/dot_product_attention.py": "window_size",
     },

@@ -94,7 +94,12 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path, capsys, monkeypatch):
         "b, validation",
     ]
     assert all(axes.get_xlabel() == "iteration" and axes.get_ylabel() for axes in panels.values())
-    assert list(panels["gradient norm"].lines[1].get_ydata()) == [2.0, 1.5, 1.0]
+    first, second = panels["gradient norm"].lines
+    assert list(second.get_ydata()) == [2.0, 1.5, 1.0]
+    assert first.get_linewidth() > second.get_linewidth(), "equal curves hide each other"
+    assert all(tick == int(tick) for axes in panels.values() for tick in axes.get_xticks()), (
+        "there is no half iteration"
+    )
     monkeypatch.undo()
     pyplot.close(figures[0])
     assert tells(capsys.readouterr().out, "4.00 10 2.00 40 5.00")

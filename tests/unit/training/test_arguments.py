@@ -142,6 +142,8 @@ def test_what_was_changed_is_listed_with_its_default():
         "  Checkpoints",
         "    load_optim  False  (default True)",
     ]
+    lines = config_of("--num-experts 4 --moe-aux-loss-coeff 0.02").changed_lines()
+    assert "    moe_aux_loss_coeff  0.02  (default 0.0)" in lines, "lists are written as on the command line"
 
 
 # ---------------------------------------------------------------- other spellings
