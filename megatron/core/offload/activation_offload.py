@@ -132,6 +132,11 @@ class HoldsActivations(nn.Module):
 
     activations: StageActivations
 
+    @property
+    def weight_grads_read_inputs(self) -> bool:
+        """Whether weight gradients may read the saved inputs, which then live until those that are put off are computed."""
+        return True
+
     def reserve(self, microbatches: int) -> None:
         """Allocate slots for saved inputs of `microbatches` microbatches in flight, and no more."""
         raise NotImplementedError

@@ -291,11 +291,12 @@ class Pipeline:
         return SharedTotals(numbers[0], numbers[1], means | aux_means.means, uncounted, aux_means.by_layer)
 
     def _reserve(self, schedule: Schedule) -> None:
-        """Tell the layers of each chunk the peak number of microbatches that wait for a backward."""
+        """Tell the layers of each chunk the peak number of microbatches whose inputs wait for a backward."""
         for stage, chunk in self.chunks.items():
             for module in _modules_of(chunk):
                 if isinstance(module, HoldsActivations):
-                    module.reserve(peak_inputs(schedule, stage))
+                    until_weight_grads = module.weight_grads_read_inputs
+                    module.reserve(peak_inputs(schedule, stage, until_weight_grads=until_weight_grads))
 
 
 def _modules_of(chunk: Any) -> list[nn.Module]:

@@ -274,8 +274,12 @@ def canonical_expert_settings(settings: Mapping[str, Any], ffn_size: int) -> dic
     }
     if all(pattern):
         canonical["ffn_hidden_size"] = None  # no layer has a dense MLP
-    if settings.get("moe_router_group_topk") is None:
-        canonical["moe_router_num_groups"] = None  # read by nothing else
+    if settings.get("moe_router_group_topk") in (None, settings.get("moe_router_num_groups")):
+        canonical |= dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"))  # any group may be chosen from
+    if settings.get("moe_router_score_function", "softmax") != "softmax":
+        canonical["moe_router_pre_softmax"] = False  # there is no softmax
+    if settings.get("moe_router_topk_scaling_factor") == 1:
+        canonical["moe_router_topk_scaling_factor"] = None
     if settings.get("moe_shared_expert_intermediate_size") is None:
         canonical["moe_shared_expert_gate"] = False
     return canonical

@@ -281,6 +281,17 @@ class TransformerBlock(HoldsActivations, MegatronModule):
                 parts += layer.attentions_without_cache
         return parts
 
+    @property
+    def weight_grads_read_inputs(self) -> bool:
+        """Whether a linear layer may read a saved input itself, as attention does without a norm before it.
+
+        A rank that saves its shard alone gathers a copy for the backward.
+        """
+        if self.shard_saved_inputs_over is not None and self.shard_saved_inputs_over.size > 1:
+            return False
+        first_layers = [group.layers[0] for group in self._groups() if group.recompute]
+        return not all(isinstance(layer, TransformerLayer) and layer.norms_its_input for layer in first_layers)
+
     def reserve(self, microbatches: int) -> None:
         """Allocate slots for the saved inputs of exactly `microbatches` microbatches in flight."""
         groups = [group for group in self._groups() if group.recompute and group.first >= self.activations.offloaded]

@@ -310,6 +310,15 @@ class TransformerLayer(MegatronModule):
         is_serial = not self.norm_placement.startswith("parallel") and self.cross_attention is None
         return is_ours and has_our_parts and is_serial and self.compiled_layer is None
 
+    @property
+    def norms_its_input(self) -> bool:
+        """Whether linear layers read results of norms of ours alone, never the layer's input itself."""
+        is_ours = type(self).forward in (TransformerLayer.forward, ParallelTransformerLayer.forward)
+        first_norms = [self.input_layernorm]
+        if self.norm_placement == "parallel":
+            first_norms.append(self.pre_mlp_layernorm)
+        return is_ours and all(isinstance(norm, Norm) for norm in first_norms)
+
     def count_flops(self, x: LayerInput) -> Flops:
         memory = x.memory
         x = replace(x, memory=None)

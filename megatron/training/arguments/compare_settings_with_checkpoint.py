@@ -3,6 +3,7 @@
     NOT_COMPARED (and _PARTS)    no effect on the numbers, or compared in another way
     PRECISION                    refused without --allow-precision-change
     ROPE                         refused without --allow-rope-change
+    BEGINS_AT_ZEROS              reported and allowed if turned on, refused if turned off
     other model settings         refused: the parameters would mean something else
     all other settings           reported and allowed
 
@@ -100,6 +101,18 @@ COURSE_OF_MODEL = (
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
     *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap"),
 )
+# Model settings that add what begins at zeros, so that a model in which one is turned on computes what it computed: the end
+# of the name of what it adds to a checkpoint, and why a model in which it is turned off is another.
+BEGINS_AT_ZEROS = {
+    "moe_router_enable_expert_bias": (
+        "mlp.router.expert_bias",
+        "tokens would visit other experts without the bias that has balanced them; it can be turned on, not off",
+    ),
+    "moe_router_bias": (
+        "mlp.router.bias",
+        "the router would choose and weigh experts without the bias that it has learned",
+    ),
+}
 # Compared by the files' content, if both sides have its hash.
 BY_TOKENIZER = tuple(f.name for f in option_fields(TokenizerConfig))
 BY_DATA = (
@@ -128,6 +141,7 @@ class Changes:
     precision: list[Change] = field(default_factory=list)
     rope: list[Change] = field(default_factory=list)
     course: list[Change] = field(default_factory=list)
+    turned_on: list[Change] = field(default_factory=list)  # of BEGINS_AT_ZEROS
 
 
 def compare(
@@ -192,6 +206,8 @@ def compare(
                 changes.precision.append(change)
             elif of_model and name in ROPE:
                 changes.rope.append(change)
+            elif of_model and name in BEGINS_AT_ZEROS and now is True and not before:
+                changes.turned_on.append(change)
             elif of_model:
                 changes.model.append(change)
             else:

@@ -110,7 +110,7 @@ def hf_config_problems(config: Config) -> list[str]:
     # the settings that differ: name -> (in the file, in this run)
     differences: dict[str, tuple[Any, Any]] = {}
     changes = compare(_of_model(run_model), _of_model(file_model))
-    for change in changes.model:
+    for change in changes.model + changes.turned_on:
         differences[change.name] = (change.before, change.now)
     if not config.checkpoint.allow_rope_change:
         for change in changes.rope:

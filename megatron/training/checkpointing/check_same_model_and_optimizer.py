@@ -36,6 +36,7 @@ from megatron.core.optimizer.optimizer_flags_and_registry import OptimizerConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import Axis
 from megatron.training.arguments.compare_settings_with_checkpoint import (
+    BEGINS_AT_ZEROS,
     BY_DATA,
     BY_TOKENIZER,
     OF_WIDTHS,
@@ -368,7 +369,16 @@ def problems_of_settings(
     for change in changes.model:
         if change.is_new and not resumes:
             continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
-        problems.append(f"{source} holds another model; {_difference(change)}{'' if change.is_unknown else leave_out}")
+        _, why = BEGINS_AT_ZEROS.get(change.name, ("", ""))
+        why = f"; {why}" if why else ""
+        problems.append(
+            f"{source} holds another model; {_difference(change)}{why}{'' if change.is_unknown else leave_out}"
+        )
+    for change in changes.turned_on:
+        if change.name == "moe_router_bias" and not _takes_new_parameters(config, resumes=resumes):
+            problems.append(
+                f"{source} holds another model; {_difference(change)}; it would begin at zeros with --finetune {ALLOW_FLAG}"
+            )
     if not config.checkpoint.allow_rope_change:
         for change in changes.rope:
             advice = "leave the flag out, or give --allow-rope-change to rotate so from now on, as for a longer context"
@@ -399,6 +409,18 @@ def problems_of_settings(
             "--allow-precision-change to go on in this one"
         )
     return problems
+
+
+def _takes_new_parameters(config: Config, *, resumes: bool) -> bool:
+    """Return whether parameters that the checkpoint lacks get first values, as `absent_parameters` decides."""
+    loads_optimizer = config.checkpoint.load_optim and resumes
+    allowed = config.checkpoint.allow_missing_tensors and not loads_optimizer
+    return allowed or config.checkpoint.loads_fewer_parameters
+
+
+def buffers_that_begin(runtime: Runtime, saved: dict[str, Any]) -> tuple[str, ...]:
+    """Return the ends of the names of the buffers that this run's settings add to the checkpoint's model."""
+    return tuple(BEGINS_AT_ZEROS[change.name][0] for change in _changes(runtime, saved).turned_on)
 
 
 def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool) -> str | None:
@@ -513,7 +535,8 @@ def _optimizer_state_problem(config: Config, saved: dict[str, Any]) -> str | Non
 def print_changed_settings(runtime: Runtime, saved: dict[str, Any], *, resumes: bool = True) -> None:
     """Print the settings that differ from the checkpoint's and change the course of the run.
 
-    resumes: False for a run that loads the weights alone; then only the script's own flags are printed.
+    resumes: False for a run that loads the weights alone; then only the script's own flags, and what changes the model, are
+    printed.
     """
     config = runtime.config
     changes = _changes(runtime, saved)
@@ -529,7 +552,7 @@ def print_changed_settings(runtime: Runtime, saved: dict[str, Any], *, resumes: 
     if resumes and changes.precision:
         before, now = _precisions(saved, config)
         print_rank_0(f"resumed with another precision: {before} before, {now} now")
-    for change in changes.rope:
+    for change in changes.rope + changes.turned_on:
         print_rank_0(f"{what} with another {change.name}: {shown(change.before)} before, {shown(change.now)} now")
     own_names = {*saved["config"].get("own", ()), *(flag.name for flag in config.own.flags)}
     for change in changes.course:

@@ -67,11 +67,18 @@ def buffers_to_save(
 
 
 def load_buffers(
-    chunks: Chunks, mesh: Mesh, checkpoint: Checkpoint | RankCheckpoint, source: str, device: torch.device | str
+    chunks: Chunks,
+    mesh: Mesh,
+    checkpoint: Checkpoint | RankCheckpoint,
+    source: str,
+    device: torch.device | str,
+    *,
+    begin: tuple[str, ...] = (),
 ) -> None:
     """Fill the model's buffers; raise ConfigError if the checkpoint has others. Every rank must call.
 
-    source: the checkpoint's flag and folder. A buffer that a forward makes (None so far) gets the saved shape.
+    source: the checkpoint's flag and folder. A buffer that a forward makes (None so far) gets the saved shape. begin:
+    ends of the names of buffers that the checkpoint may lack, which keep their initial values.
     """
     by_stage = _by_stage(chunks, mesh)
     saved = checkpoint.state.get(BUFFERS)
@@ -85,13 +92,15 @@ def load_buffers(
         if shapes:
             checkpoint.read_into(there, mesh["world"], convert=True, device=device)
         restart = _names_that_restart(by_stage.values(), mesh["pp"], device)
-        if absent := [name for name in buffers if BUFFER + name not in shapes and name not in restart]:
+        known = {name for name in buffers if name in restart or name.endswith(begin)}
+        if absent := [name for name in buffers if BUFFER + name not in shapes and name not in known]:
             print_rank_0(
                 f"WARNING: {source} holds no values of these buffers, as before buffers of models were saved and as other "
                 f"projects' folders; they start at their initial values: {first_names(absent)}"
             )
         return
-    if lacking := sorted(buffers.keys() - saved.keys()):
+    new = {name for name in buffers.keys() - saved.keys() if name.endswith(begin)}
+    if lacking := sorted(buffers.keys() - saved.keys() - new):
         raise ConfigError(
             f"{source} lacks buffers of this run's model: {first_names(lacking)}; it was written by another model. Load it with "
             "that model, or register what the constructor makes again with persistent=False"
@@ -104,6 +113,7 @@ def load_buffers(
     # a rank's part of a local copy is for this layout alone, so its buffers have as many values
     shapes = saved_buffer_shapes(checkpoint) if isinstance(checkpoint, Checkpoint) else {}
     tensors = sharded_buffers(by_stage, mesh, buffers, shapes)
+    tensors = {name: local for name, local in tensors.items() if name.removeprefix(BUFFER) not in new}
     checkpoint.read_into(tensors, mesh["world"], convert=True, device=device)
     copy_buffers_to_later_stages(by_stage, shapes)
 

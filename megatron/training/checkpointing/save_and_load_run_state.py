@@ -401,7 +401,8 @@ def _load_checkpoint(
         )
 
     # read
-    load_buffers(chunks, mesh, checkpoint, source, device)
+    begin = check_same_model_and_optimizer.buffers_that_begin(runtime, checkpoint.state)
+    load_buffers(chunks, mesh, checkpoint, source, device, begin=begin)
     read_tensors(checkpoint, parameters, optimizer_state, world, device, load_optimizer=load_optimizer)
     if optimizer.config.reuse_fp32_param:  # this rank has rounded only its own masters to weights; gather the others
         for chunk in chunks:

@@ -80,18 +80,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_run_of_the_experts_begins_with_the_loss_of_the_dense_run(tmp_path: Path, capsys):
+@pytest.mark.parametrize("scores, bias", [("softmax", ""), ("sigmoid", "--moe-router-enable-expert-bias")])
+def test_a_run_of_the_experts_begins_with_the_loss_of_the_dense_run(scores: str, bias: str, tmp_path: Path, capsys):
     """The dense model trains, is given experts by the tool, and a run goes on from both: its first loss is the same."""
     flags = "--swiglu --ffn-hidden-size 12 --normalization RMSNorm --disable-bias-linear --fp64 --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope"
     run(f"{flags} --train-iters 2 --save {tmp_path}/dense")
     words = ["--load", f"{tmp_path}/dense", "--save", f"{tmp_path}/experts", "--num-experts", "4"]
+    words += ["--moe-router-score-function", scores]
     assert checkpoint_convert.main(words) == 0
     capsys.readouterr()
     losses = []
-    for folder, more in (("dense", ""), ("experts", "--num-experts 4 --moe-router-topk 2")):
+    for folder, more in (
+        ("dense", ""),
+        ("experts", f"--num-experts 4 --moe-router-topk 2 --moe-router-score-function {scores} {bias}"),
+    ):
         run(f"{flags} {more} --pretrained-checkpoint {tmp_path}/{folder} --train-iters 1 --log-interval 1")
         said = capsys.readouterr().out
         losses.append(said.split("lm loss")[1].split("|")[0])
         assert "tokens_per_expert" not in said, "what a step begins with zeros is missed by nobody"
+        assert "holds no values of these buffers" not in said
     assert losses[0] == losses[1], losses
+    if bias:
+        assert "another moe_router_enable_expert_bias: False before, True now" in said
+        return
     assert write_hf_folder(open_any(tmp_path / "experts"), tmp_path / "hf") == "mixtral"

@@ -336,14 +336,41 @@ SCHEDULES_AND_PEAKS = [
     ("interleaved", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
     ("zb-v", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
 ]
+NO_NORM_FIRST = ("branch", "post")  # attention reads the layer's input itself, and its weight gradient does in W
+SLOTS_OF_PLACEMENTS = [
+    *(("pre", *row) for row in SCHEDULES_AND_PEAKS),
+    *((placement, *row) for placement in NO_NORM_FIRST for row in SCHEDULES_AND_PEAKS if row[0] != "zb-h1"),
+    *((placement, "zb-h1", 1, {0: 2, 1: 2}) for placement in NO_NORM_FIRST),
+    ("pre", "zb-interleaved", 2, {0: 4, 1: 3, 2: 2, 3: 1}),
+    *((placement, "zb-interleaved", 2, {0: 4, 1: 4, 2: 2, 3: 2}) for placement in NO_NORM_FIRST),
+]
+
+
+def test_slots_suffice_if_weight_gradients_read_the_inputs():
+    config = replace(MODELS["gated"], norm_placement="branch", **FULL)
+    layout = Layout(pp=2, m=3, schedule="zb-h1", recompute="uniform 1")
+    plain, slots = (run(replace(config, **more), layout, steps=1) for more in ({}, SLOTS))
+    assert_same_bits(slots, plain)
+
+
+def test_a_shard_in_a_slot_is_free_after_the_backward_whatever_reads_the_whole():
+    layout = Layout(tp=2, pp=2, m=3, schedule="zb-h1", recompute="uniform 1")
+    config = replace(MODELS["gated"], norm_placement="branch", **FULL, **SLOTS, **PARTS)
+
+    def work(mesh: Mesh) -> dict[int, int]:
+        pipeline = pipeline_of(mesh, config, layout)
+        train_once(pipeline, mesh)
+        return {stage: layers_of(chunk).activations.slots._allocated for stage, chunk in pipeline.chunks.items()}
+
+    assert run_ranks({"tp": 2, "pp": 2}, work) == [{0: 4}, {0: 4}, {1: 2}, {1: 2}]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("schedule", "v", "peaks"), SCHEDULES_AND_PEAKS)
-def test_there_are_as_many_slots_as_inputs_at_once(schedule: str, v: int, peaks: dict[int, int]):
+@pytest.mark.parametrize(("placement", "schedule", "v", "peaks"), SLOTS_OF_PLACEMENTS)
+def test_there_are_as_many_slots_as_inputs_at_once(placement: str, schedule: str, v: int, peaks: dict[int, int]):
     """peaks: microbatches of each stage that wait for a backward at once, of four. One slot less, and a step cannot run."""
     layout = Layout(pp=2, m=4, v=v, schedule=schedule, recompute="uniform 1")
-    config = replace(MODELS["gated"], **FULL, **SLOTS)
+    config = replace(MODELS["gated"], norm_placement=placement, **FULL, **SLOTS)
     layers = 4 // 2 // v
 
     def work(mesh: Mesh) -> dict[int, int]:

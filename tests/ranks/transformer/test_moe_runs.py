@@ -15,6 +15,7 @@ from documents import ROOT, commands_of, names_of_block
 from expert_models import BATCH, GPT2, LLAMA, SUBJECT, zero
 from local_ranks import run_ranks
 from measured_memory import SMALL
+from said import tells
 from script_run import trainer_of
 from tiny_run import SEQ, TINY_LLAMA, Layout, TinyTrainer
 from torch import Tensor
@@ -48,14 +49,15 @@ FLAGS = (
     "--ffn-hidden-size 8 --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 4 --override-opt_param-scheduler "
     "--lr-decay-iters 18 "
 )
+WITHOUT_BIAS = FLAGS.replace("--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-4 ", "")
 EP2 = " --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --zero-stage 3 --overlap-param-gather --overlap-grad-reduce"
 
 
-def run_script(sizes: dict[str, int], flags: str) -> list[dict[str, Tensor]]:
+def run_script(sizes: dict[str, int], flags: str, model: str = FLAGS) -> list[dict[str, Tensor]]:
     """Each rank's parameters and buffers at the end of a run."""
 
     def rank(mesh: Mesh) -> dict[str, Tensor]:
-        with trainer_of(pretrain_gpt, mesh, " ".join(TINY) + FLAGS + flags, predicts=False) as trainer:
+        with trainer_of(pretrain_gpt, mesh, " ".join(TINY) + model + flags, predicts=False) as trainer:
             trainer._train()
             return {n: p.clone() for chunk in trainer.model for n, p in full_state_dict(chunk.module).items()}
 
@@ -112,6 +114,61 @@ def test_a_run_resumes_to_the_bit_loads_with_other_expert_ranks_and_generates(tm
     assert len(alone) == 4
     assert texts_of(tmp_path / "whole", {"dp": 4, "ep": 4}) == alone
     assert texts_of(tmp_path / "whole", {"tp": 2, "ep": 2, "etp": 1}) == alone
+
+
+BEGINS = [
+    pytest.param({}, "", "--finetune", id="alone"),
+    pytest.param({}, "", "", id="alone, resumed", marks=pytest.mark.full),
+    pytest.param({"tp": 2, "dp": 2, "ep": 2}, EP2, "--finetune", id="EP", marks=pytest.mark.full),
+    pytest.param({"tp": 2, "dp": 2, "ep": 2}, EP2, "", id="EP, resumed", marks=pytest.mark.full),
+    pytest.param({"pp": 2}, " --pipeline-model-parallel-size 2", "", id="PP, resumed", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("sizes", "layout", "how"), BEGINS)
+def test_a_bias_that_the_checkpoint_lacks_begins_at_zeros(
+    sizes: dict[str, int], layout: str, how: str, tmp_path: Path, capsys
+):
+    """The first step is to the bit that of the model without it, and then the run saves and resumes to the bit."""
+    base, on = tmp_path / "base", tmp_path / "on"
+    rate = torch.tensor(2e-4).item()  # of one step
+    run_script({}, f" --train-iters 1 --save {base}", WITHOUT_BIAS)
+    first = 1 if how else 2
+    from_base = f"{layout} {how} --load {base} --train-iters"
+    plain = run_script(sizes, f"{from_base} {first}", WITHOUT_BIAS)
+    capsys.readouterr()
+    started = run_script(sizes, f"{from_base} {first} --save {on}")
+    line = "another moe_router_enable_expert_bias: False before, True now"
+    assert ("weights are of a run with " if how else "resumed with ") + line in capsys.readouterr().out
+    for before, after in zip(plain, started, strict=True):
+        biases = [after[name] for name in after.keys() - before.keys()]
+        assert biases and all(bias.any() and {*bias.abs().tolist()} <= {0.0, rate} for bias in biases)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    whole = run_script(sizes, f"{from_base} {first + 1}")
+    resumed = run_script(sizes, f"{layout} --load {on} --train-iters {first + 1}")
+    for before, after in zip(whole, resumed, strict=True):
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_bias_that_the_checkpoint_has_is_not_left_out(tmp_path: Path, refused):
+    run_script({}, f" --train-iters 1 --save {tmp_path}")
+    for how in ("", "--finetune"):
+        told = refused(f"{WITHOUT_BIAS} {how} --load {tmp_path} --train-iters 2")
+        assert tells(told, "another model moe_router_enable_expert_bias True False tokens would visit other experts")
+
+
+def test_a_bias_of_logits_begins_at_zeros_where_new_parameters_are_taken(tmp_path: Path, capsys, refused):
+    run_script({}, f" --train-iters 1 --save {tmp_path}")
+    told = refused(f"{FLAGS} --load {tmp_path} --train-iters 2 --moe-router-bias")
+    assert tells(told, "another model moe_router_bias False True --finetune --allow-missing-tensors")
+    losses = []
+    for more in ("", "--moe-router-bias --allow-missing-tensors"):
+        capsys.readouterr()
+        run_script({}, f" --load {tmp_path} --finetune --train-iters 1 --log-interval 1 {more}")
+        text = capsys.readouterr().out
+        losses.append(text.split("lm loss")[1].split("|")[0])
+    assert losses[0] == losses[1]
+    assert tells(text, "lacks 2 parameters mlp.router.bias another moe_router_bias: False before, True now")
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_config import OF_EXPERTS
 from megatron.training.arguments import compare_settings_with_checkpoint
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.compare_settings_with_checkpoint import (
+    BEGINS_AT_ZEROS,
     BY_DATA,
     BY_TOKENIZER,
     COURSE_OF_MODEL,
@@ -72,6 +73,34 @@ def test_a_setting_of_experts_that_nothing_reads_is_not_compared(name):
     given = {**base, "transformer": {**base["transformer"], name: other_than(DEFAULTS["transformer"][name])}}
     assert kinds(compare(base, given)) == kinds(compare(given, base)) == {}
     assert kinds(compare(with_experts(name), with_experts(""))) != {}
+
+
+@pytest.mark.parametrize("name", BEGINS_AT_ZEROS)
+def test_what_begins_at_zeros_may_be_turned_on_and_not_off(name):
+    off = with_experts("")
+    on = {**off, "transformer": {**off["transformer"], name: True}}
+    assert kinds(compare(on, off)) == {"turned_on": [name]} and kinds(compare(off, on)) == {"model": [name]}
+    older = {**off, "transformer": {key: value for key, value in off["transformer"].items() if key != name}}
+    assert kinds(compare(on, older)) == {"turned_on": [name]} and kinds(compare(off, older)) == {}
+    assert kinds(compare(on, DEFAULTS)) == {"model": ["num_experts"]}, "a dense model begins no bias"
+
+
+SAME_EXPERTS = [
+    ({"moe_router_topk_scaling_factor": 1.0}, {}),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 4}, {}),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 4}, {"moe_router_num_groups": 2}),
+    (
+        {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+        {"moe_router_score_function": "sigmoid"},
+    ),
+]
+
+
+@pytest.mark.parametrize("one, other", SAME_EXPERTS)
+def test_experts_that_are_the_same_in_other_words_are_no_change(one: dict, other: dict):
+    base = with_experts("")
+    one, other = ({**base, "transformer": {**base["transformer"], **settings}} for settings in (one, other))
+    assert kinds(compare(one, other)) == kinds(compare(other, one)) == {}
 
 
 @pytest.mark.parametrize("part", COMPONENTS)

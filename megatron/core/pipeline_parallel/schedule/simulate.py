@@ -129,9 +129,12 @@ def peak_bytes(schedule: Schedule, bytes_of_stage: Sequence[float], kept_for_wei
     return [max(accumulate(share[a.op] * bytes_of_stage[a.stage] for a in actions)) for actions in schedule]
 
 
-def peak_inputs(schedule: Schedule, stage: int) -> int:
-    """Return the peak number of microbatches of `stage` between F and B or I, for which recompute needs the inputs."""
-    share = {Op.F: 1, Op.B: -1, Op.I: -1}
+def peak_inputs(schedule: Schedule, stage: int, *, until_weight_grads: bool = False) -> int:
+    """Return the peak number of microbatches of `stage` between F and B or I, for which recompute needs the inputs.
+
+    until_weight_grads: between F and B or W, since the weight gradients that I puts off read the inputs themselves.
+    """
+    share = {Op.F: 1, Op.B: -1, Op.W if until_weight_grads else Op.I: -1}
     steps = [share.get(a.op, 0) for actions in schedule for a in actions if a.stage == stage]
     return max(accumulate(steps), default=0)
 
