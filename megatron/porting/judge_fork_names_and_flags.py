@@ -16,6 +16,7 @@ from typing import Any
 
 import megatron
 from megatron.core.base.dataclass_flags import ConfigError, nearest_flag
+from megatron.core.base.lazy_imports import is_refused
 from megatron.core.base.moved_or_unbuilt_megatron_names import ELSEWHERE, REASONS, reason_of
 from megatron.porting.flags_in_launch_scripts import FlagUse
 from megatron.porting.names_used_by_fork import ARGS, OwnPackage, Use
@@ -80,11 +81,11 @@ def find(name: str) -> Any:
 
 def only_raises(thing: Any) -> bool:
     """Return whether a call of a function or a class does nothing but raise."""
+    if is_refused(thing):
+        return True
     thing = thing.__init__ if inspect.isclass(thing) else thing
     if not inspect.isfunction(thing):
         return False
-    if thing.__qualname__.startswith("_refusing."):
-        return True
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, SyntaxError, TypeError):  # made by a lambda or without a source
@@ -161,7 +162,7 @@ def _judge_use(use: Use, own: OwnPackage | None) -> tuple[str, str, str]:
     thing: Any = importlib.import_module(path)
     for part in parts:
         path = f"{path}.{part}"
-        if not isinstance(thing, ModuleType | type):
+        if not isinstance(thing, ModuleType | type) or is_refused(thing):
             return path.rpartition(".")[0], *_judge_call(use, thing, is_whole=False)
         try:
             thing = getattr(thing, part)
