@@ -98,11 +98,19 @@ def only_raises(thing: Any) -> bool:
     return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
-def judge_names(uses: Sequence[Use], flags_of_fork: Collection[str] = (), own: OwnPackage | None = None) -> list[Entry]:
-    """Return the names that are used, each with the worst state of its uses."""
+def judge_names(
+    uses: Sequence[Use],
+    flags_of_fork: Collection[str] = (),
+    own: OwnPackage | None = None,
+    set_attributes: Collection[str] = (),
+) -> list[Entry]:
+    """Return the names that are used, each with the worst state of its uses.
+
+    set_attributes: those that the fork's files assign to `get_args()`.
+    """
     entries: dict[str, Entry] = {}
     gone: set[str] = set()  # imports that fail: what is reached through them is theirs
-    own_attributes = {flag.lstrip("-").replace("-", "_") for flag in flags_of_fork}
+    own_attributes = {flag.lstrip("-").replace("-", "_") for flag in flags_of_fork} | set(set_attributes)
     for use in uses:
         before = next((name for name in _prefixes(use.name) if name in gone), None)
         if before is not None and not use.module:

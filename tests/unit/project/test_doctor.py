@@ -122,6 +122,17 @@ def test_the_names_and_flags_of_a_fork_are_told_apart(fork: Path):
     assert found["other_programs"] == {"preprocess_data.py": 1}
 
 
+def test_what_a_file_assigns_to_the_arguments_is_there_for_the_others(tmp_path: Path):
+    (tmp_path / "setup_of_tasks.py").write_text(
+        "from megatron import get_args\ndef begin():\n    args = get_args()\n    args.own_size = args.micro_batch_size\n"
+    )
+    (tmp_path / "evaluate.py").write_text(
+        "from megatron import get_args\ndef end():\n    args = get_args()\n    return args.own_size + args.other_size\n"
+    )
+    found = states(doctor.examine(tmp_path)["names"])
+    assert found["get_args().own_size"] == "there" and found["get_args().other_size"] == "missing"
+
+
 def test_the_page_the_json_and_the_exit_codes(fork: Path, capsys):
     assert doctor.main([str(fork)]) == 1
     said = capsys.readouterr().out
