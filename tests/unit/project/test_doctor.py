@@ -133,6 +133,26 @@ def test_what_a_file_assigns_to_the_arguments_is_there_for_the_others(tmp_path: 
     assert found["get_args().own_size"] == "there" and found["get_args().other_size"] == "missing"
 
 
+def test_a_name_that_is_not_built_is_missing_with_its_reason_however_it_is_used(tmp_path: Path):
+    (tmp_path / "server.py").write_text(
+        "from megatron.core.inference.engines import StaticInferenceEngine, NoEngine\n"
+        "from megatron.core.transformer import cuda_graphs\n"
+        "from megatron.core.jit import jit_fuser\n"
+        "class Engine(StaticInferenceEngine): ...\n"
+        "print(StaticInferenceEngine.generate, cuda_graphs.CudaGraphManager())\n"
+    )
+    entries = {entry["name"]: entry for entry in doctor.examine(tmp_path)["names"]}
+    assert {name: entry["state"] for name, entry in entries.items()} == {
+        "megatron.core.inference.engines.NoEngine": "missing",
+        "megatron.core.inference.engines.StaticInferenceEngine": "missing",
+        "megatron.core.jit.jit_fuser": "there",
+        "megatron.core.transformer.cuda_graphs": "there",
+        "megatron.core.transformer.cuda_graphs.CudaGraphManager": "missing",
+    }
+    assert "tools/generate.py" in entries["megatron.core.inference.engines.StaticInferenceEngine"]["change"]
+    assert "CUDA graphs" in entries["megatron.core.transformer.cuda_graphs.CudaGraphManager"]["change"]
+
+
 def test_the_page_the_json_and_the_exit_codes(fork: Path, capsys):
     assert doctor.main([str(fork)]) == 1
     said = capsys.readouterr().out
