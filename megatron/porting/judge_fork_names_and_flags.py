@@ -43,6 +43,7 @@ _DERIVED = set(
         "max_position_embeddings",
         "ffn_hidden_size",
         "kv_channels",
+        "transformer_pipeline_model_parallel_size",
     ]
 )
 _FIRST_FLAGS = (
@@ -267,7 +268,10 @@ def call_problem(
 
 def _reason_of(name: str, thing: Any) -> str:
     try:
-        thing()
+        needed = [p for p in inspect.signature(thing).parameters.values() if p.default is p.empty]
+        by_name = {p.name: None for p in needed if p.kind == p.KEYWORD_ONLY}
+        by_place = [None for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        thing(*by_place, **by_name)
     except NotImplementedError as error:
         return str(error)
     except Exception:

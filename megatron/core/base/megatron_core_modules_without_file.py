@@ -26,6 +26,9 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "megatron.core.jit": {
         "megatron.core.base.megatron_helpers_without_effect": "disable_jit_fuser enable_jit_fuser jit_fuser noop_decorator"
     },
+    "megatron.core.models.common.rotary_pos_embedding": {
+        "megatron.core.models.common.embeddings.rotary_pos_embedding": "RotaryEmbedding"
+    },
     "megatron.core.optimizer.optimizer": {"megatron.core.optimizer": "MegatronOptimizer"},
     "megatron.core.transformer.torch_layer_norm": {"megatron.core.transformer.torch_norm": "WrappedTorchLayerNorm"},
 }
@@ -767,6 +770,7 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.models.common.model_chunk_schedule_plan": (
         "ModelChunkState TransformerLayerSchedulePlan TransformerModelChunkSchedulePlan"
     ),
+    "megatron.core.models.common.rotary_pos_embedding": "apply_rotary_pos_emb",
     "megatron.core.models.common.utils": (
         "LayerState PostProcessNode PreProcessNode TransformerLayerNode should_free_input weak_method"
     ),
