@@ -67,6 +67,7 @@ def examine(path: Path) -> dict[str, Any]:
     uses: list[Use] = []
     unreadable = []
     flags_of_fork: set[str] = set()
+    set_attributes: set[str] = set()
     for file in python_files:
         try:
             found = names_of_file(file, root)
@@ -75,6 +76,7 @@ def examine(path: Path) -> dict[str, Any]:
             continue
         uses += found.uses
         flags_of_fork |= found.added_flags
+        set_attributes |= found.set_attributes
     flag_uses: list[FlagUse] = []
     other_programs: Counter[str] = Counter()
     for file in launch_files:
@@ -93,7 +95,7 @@ def examine(path: Path) -> dict[str, Any]:
         "left_out": len(left_out),
         "unreadable": unreadable,
         "other_programs": dict(other_programs),
-        "names": [asdict(entry) for entry in judge.judge_names(uses, flags_of_fork, own)],
+        "names": [asdict(entry) for entry in judge.judge_names(uses, flags_of_fork, own, set_attributes)],
         "flags": [asdict(entry) for entry in judge.judge_flags(flag_uses, flags_of_fork, own)],
     }
 

@@ -9,6 +9,6 @@ class InferenceParams:
 
     def __init__(self, max_batch_size: int, max_sequence_length: int):
         raise NotImplementedError(
-            f"InferenceParams({max_batch_size}, {max_sequence_length}): the models do not support Megatron's cache; "
+            "InferenceParams: not built; the models do not support Megatron's cache; "
             "generate text with megatron.core.inference.generate.generate, or tools/generate.py"
         )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from megatron.core.base.global_batch_size_schedule import BatchSizes, constant_size, ramp
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.parallel.global_state import GlobalState, get_global_state
 
 logger = logging.getLogger(__name__)
@@ -217,3 +218,6 @@ def _state_of_a_run() -> GlobalState:
             "the number of microbatches is not known: call init_num_microbatches_calculator, or run under pretrain"
         )
     return state
+
+
+__getattr__ = names_of_megatron(__name__)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import CheckedArgument
 from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.initialize_model_parallel import ranks_of_group, torch_group
@@ -138,3 +139,5 @@ OWN_GROUPS = CheckedArgument(check_groups)
 OWN_GROUPS_BY_NAME = CheckedArgument(check_groups, by_name=True)
 OWN_TP_GROUP = CheckedArgument(lambda group, where: check_group(group, "tp", where))
 OWN_CP_GROUP = CheckedArgument(lambda group, where: check_group(group, "cp", where))
+
+__getattr__ = names_of_megatron(__name__)

@@ -16,6 +16,7 @@ from typing import Any
 
 import megatron
 from megatron.core.base.dataclass_flags import ConfigError, nearest_flag
+from megatron.core.base.lazy_imports import is_refused
 from megatron.core.base.moved_or_unbuilt_megatron_names import ELSEWHERE, REASONS, reason_of
 from megatron.porting.flags_in_launch_scripts import FlagUse
 from megatron.porting.names_used_by_fork import ARGS, OwnPackage, Use
@@ -42,6 +43,7 @@ _DERIVED = set(
         "max_position_embeddings",
         "ffn_hidden_size",
         "kv_channels",
+        "transformer_pipeline_model_parallel_size",
     ]
 )
 _FIRST_FLAGS = (
@@ -80,11 +82,11 @@ def find(name: str) -> Any:
 
 def only_raises(thing: Any) -> bool:
     """Return whether a call of a function or a class does nothing but raise."""
+    if is_refused(thing):
+        return True
     thing = thing.__init__ if inspect.isclass(thing) else thing
     if not inspect.isfunction(thing):
         return False
-    if thing.__qualname__.startswith("_refusing."):
-        return True
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, SyntaxError, TypeError):  # made by a lambda or without a source
@@ -97,11 +99,19 @@ def only_raises(thing: Any) -> bool:
     return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
-def judge_names(uses: Sequence[Use], flags_of_fork: Collection[str] = (), own: OwnPackage | None = None) -> list[Entry]:
-    """Return the names that are used, each with the worst state of its uses."""
+def judge_names(
+    uses: Sequence[Use],
+    flags_of_fork: Collection[str] = (),
+    own: OwnPackage | None = None,
+    set_attributes: Collection[str] = (),
+) -> list[Entry]:
+    """Return the names that are used, each with the worst state of its uses.
+
+    set_attributes: those that the fork's files assign to `get_args()`.
+    """
     entries: dict[str, Entry] = {}
     gone: set[str] = set()  # imports that fail: what is reached through them is theirs
-    own_attributes = {flag.lstrip("-").replace("-", "_") for flag in flags_of_fork}
+    own_attributes = {flag.lstrip("-").replace("-", "_") for flag in flags_of_fork} | set(set_attributes)
     for use in uses:
         before = next((name for name in _prefixes(use.name) if name in gone), None)
         if before is not None and not use.module:
@@ -161,7 +171,7 @@ def _judge_use(use: Use, own: OwnPackage | None) -> tuple[str, str, str]:
     thing: Any = importlib.import_module(path)
     for part in parts:
         path = f"{path}.{part}"
-        if not isinstance(thing, ModuleType | type):
+        if not isinstance(thing, ModuleType | type) or is_refused(thing):
             return path.rpartition(".")[0], *_judge_call(use, thing, is_whole=False)
         try:
             thing = getattr(thing, part)
@@ -258,7 +268,10 @@ def call_problem(
 
 def _reason_of(name: str, thing: Any) -> str:
     try:
-        thing()
+        needed = [p for p in inspect.signature(thing).parameters.values() if p.default is p.empty]
+        by_name = {p.name: None for p in needed if p.kind == p.KEYWORD_ONLY}
+        by_place = [None for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        thing(*by_place, **by_name)
     except NotImplementedError as error:
         return str(error)
     except Exception:

@@ -29,10 +29,11 @@ class Use:
 
 @dataclass
 class NamesOfFile:
-    """The uses of a file, and the flags that it adds to a parser."""
+    """The uses of a file, the flags that it adds to a parser, and the attributes of `get_args()` that it assigns."""
 
     uses: list[Use] = field(default_factory=list)
     added_flags: set[str] = field(default_factory=set)
+    set_attributes: set[str] = field(default_factory=set)
 
 
 def names_of_file(path: Path, root: Path) -> NamesOfFile:
@@ -49,6 +50,8 @@ def names_of_file(path: Path, root: Path) -> NamesOfFile:
     }
     hidden = _local_names(tree)
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) in namespaces:
+            found.set_attributes.add(node.attr)
         if isinstance(node, ast.Call):
             found.added_flags |= _flags_added(node)
         if not isinstance(node, ast.Attribute | ast.Name) or not isinstance(node.ctx, ast.Load) or id(node) in inner:

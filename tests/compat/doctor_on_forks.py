@@ -7,7 +7,8 @@ FOLDER: a checkout of a fork. Two questions, asked independently of each other:
     doctor      reads each file's syntax tree
     running     imports each file over our `megatron` in a process of its own, with stand-ins for packages that are not installed, and
                 with a stand-in for each name that is missing, so that the next is met too; then the code of its functions is looked up in the
-                objects that the file holds. Programs `pretrain_*.py` are started with a small model besides.
+                objects that the file holds, and what was found is called, to see whether it is refused. Programs `pretrain_*.py` are
+                started with a small model besides.
 
 It prints a row of docs/coming_from_megatron.md for each fork, and on standard error what the two disagree about.
 """
@@ -47,6 +48,9 @@ class Kind(type):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (StandIn,), {})
+
+    def __getitem__(cls, _: Any) -> Any:  # of types
+        return cls
 
 
 class StandIn(types.ModuleType, metaclass=Kind):
@@ -90,7 +94,8 @@ class Watch:
     """Notes the names of `megatron` that a file of the fork does not find, and puts stand-ins in their places."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.missing, self.found = str(root), set(), set()
+        self.root, self.missing = str(root), set()
+        self.found: dict[str, Any] = {}
         self._import = builtins.__import__
         builtins.__import__ = self.imports
 
@@ -115,12 +120,10 @@ class Watch:
             if one == "*":
                 continue
             try:
-                getattr(module, one)
-                self.found.add(f"{name}.{one}")
+                self.found[f"{name}.{one}"] = getattr(module, one)
             except (AttributeError, ImportError):
                 try:
-                    self._import(f"{name}.{one}", space, local, ("x",), 0)
-                    self.found.add(f"{name}.{one}")
+                    self.found[f"{name}.{one}"] = self._import(f"{name}.{one}", space, local, ("x",), 0)
                 except ImportError:
                     self.missing.add(f"{name}.{one}")
                     setattr(module, one, type(one, (StandIn,), {}))
@@ -152,7 +155,7 @@ class Watch:
                     name = f"{name}.{step.argval}"
                     try:
                         thing = getattr(thing, step.argval)
-                        self.found.add(name)
+                        self.found[name] = thing
                     except (AttributeError, ImportError):
                         self.missing.add(name)
                         name = ""
@@ -178,6 +181,17 @@ class Watch:
         Arguments.__getattr__ = lacking
 
 
+def refuses(thing: Any) -> bool:
+    """Whether any call raises NotImplementedError. Other functions do nothing with an argument that none of them has."""
+    try:
+        thing(**{"no such argument": 0})
+    except NotImplementedError as error:
+        return "no such argument" not in str(error)
+    except BaseException:
+        return False
+    return False
+
+
 def run_file(file: Path, root: Path, flags: list[str] | None) -> dict[str, Any]:
     """Import a file, or start it with flags, and return what it met."""
     read, write = os.pipe()
@@ -197,7 +211,8 @@ def run_file(file: Path, root: Path, flags: list[str] | None) -> dict[str, Any]:
         answer: dict[str, Any] = {}
 
         def tell() -> None:
-            answer.update(missing=sorted(watch.missing), found=sorted(watch.found), ended=ended)
+            refused = [name for name, thing in watch.found.items() if refuses(thing)]
+            answer.update(missing=sorted(watch.missing), found=sorted(watch.found), refused=refused, ended=ended)
             with os.fdopen(write, "w") as pipe:
                 json.dump(answer, pipe)
             os.killpg(0, signal.SIGKILL)
@@ -228,7 +243,7 @@ def run_file(file: Path, root: Path, flags: list[str] | None) -> dict[str, Any]:
     with os.fdopen(read) as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"missing": [], "found": [], "ended": "killed"}
+    return json.loads(text) if text else {"missing": [], "found": [], "refused": [], "ended": "killed"}
 
 
 def data() -> list[str]:
@@ -278,28 +293,33 @@ def main() -> None:
         for entry in found["names"]:
             for argument in re.findall(r"(\w+=)[,;]", entry["change"]) if entry["state"] == "other" else ():
                 states[f"an argument {argument}"] = "other"
-        missing, present, ends = set(), set(), Counter()
+        missing, present, refused, ends = set(), set(), set(), Counter()
         for file in files_of(root)[0]:
             starts = [None, flags] if file.name in ("pretrain_gpt.py", "finetune.py", "finetune_llama.py") else [None]
             for given in starts:
                 met = run_file(file, root, given)
                 missing |= {canonical(name) for name in met["missing"]}
                 present |= set(met["found"])
+                refused |= {canonical(name) for name in met["refused"]}
                 ends[met["ended"].split(":")[0]] += 1
                 if given or met["ended"] != "ended":
                     print(
                         f"{root.name}: {file.relative_to(root)}{' with flags' if given else ''}: {met['ended']}",
                         file=sys.stderr,
                     )
-        named = {name for name in missing if is_named(name, states)}
-        wrong = {name for name in missing if states.get(name) == "there"}
-        print(f"{root.name}: not named: {sorted(missing - named)}; called present: {sorted(wrong)}", file=sys.stderr)
+        named = {name for name in missing | refused if is_named(name, states)}
+        wrong = {name for name in missing | refused if states.get(name) == "there"}
+        print(
+            f"{root.name}: not named: {sorted((missing | refused) - named)}; called present: {sorted(wrong)}",
+            file=sys.stderr,
+        )
         counts = {kind: Counter(entry["state"] for entry in found[kind]) for kind in ("names", "flags")}
-        cells = [f"{counts[kind][state]}" for kind in counts for state in ("there", "other", "missing")]
-        runs = [str(sum(ends.values())), str(len(present)), str(len(missing)), str(len(named)), str(len(wrong))]
-        print(f"| {root.name} | {' | '.join(cells + runs)} |", flush=True)
-        totals.update(missing=len(missing), named=len(named), wrong=len(wrong))
-    print(f"named {totals['named']} of {totals['missing']}; called present and missing: {totals['wrong']}")
+        cells = [", ".join(str(counts[kind][state]) for state in ("there", "other", "missing")) for kind in counts]
+        cells += [f"{sum(ends.values())}, {len(present)}"]
+        cells += [str(len(names)) for names in (missing, refused, named, wrong)]
+        print(f"| {root.name} | {' | '.join(cells)} |", flush=True)
+        totals.update(missing=len(missing), refused=len(refused), named=len(named), wrong=len(wrong))
+    print(f"| all | | | | {' | '.join(str(totals[key]) for key in ('missing', 'refused', 'named', 'wrong'))} |")
 
 
 if __name__ == "__main__":

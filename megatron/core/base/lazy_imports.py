@@ -1,8 +1,9 @@
 """Names and packages are imported on first use, so that files of plain integers load without torch."""
 
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -94,8 +95,36 @@ def _name_of_megatron(module: str, name: str) -> Any:
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
-def _refusing(name: str, reason: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"{name}: {reason}")
+class _Refused(ABCMeta):
+    """The type of a name that is not built. It is ABCMeta's, so that a class may name an abstract one among its bases too."""
 
-    return refuse
+    _refusal: str
+
+    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(cls._refusal)
+
+    __call__ = __getitem__ = __iter__ = _refuse
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotBuiltAttributeError(cls._refusal)
+
+
+class NotBuiltAttributeError(NotImplementedError, AttributeError):
+    """An attribute of a name that is not built: `hasattr` answers no."""
+
+
+@cache
+def _refusing(name: str, reason: str) -> type:
+    """Return what stands for a name that is not built. It raises NotImplementedError when it is used.
+
+    It is a class, whatever Megatron has: in an annotation, in `isinstance` and among the bases of a class it does no
+    harm. A call, of a subclass too, an attribute, an item and an iteration are uses.
+    """
+    return _Refused(name, (), {"_refusal": f"{name}: {reason}", "__module__": __name__})
+
+
+def is_refused(thing: Any) -> bool:
+    """Return whether this stands for a name of Megatron that is not built."""
+    return isinstance(thing, _Refused)

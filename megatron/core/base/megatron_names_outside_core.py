@@ -7,6 +7,14 @@ The flat paths (`megatron.model`, `megatron.mpu`) are the oldest; `megatron.lega
 from collections.abc import Mapping
 
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "megatron.legacy.model.fused_bias_gelu": {"megatron.core.fusions.megatron_activation_functions": "bias_gelu_impl"},
+    "megatron.model.fused_bias_gelu": {"megatron.core.fusions.megatron_activation_functions": "bias_gelu_impl"},
+    "megatron.training.activations": {
+        "megatron.core.fusions.megatron_activation_functions": "fast_gelu quick_gelu squared_relu"
+    },
+    "megatron.training.tokenizer.tokenizer": {
+        "megatron.core.tokenizers.utils.build_tokenizer": "_vocab_size_with_padding"
+    },
     "megatron": {
         "megatron.core.num_microbatches_calculator": "get_current_global_batch_size get_num_microbatches update_num_microbatches",
         "megatron.training.initialize": "initialize_megatron",
@@ -18,16 +26,25 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     },
     "megatron.initialize": {"megatron.training.initialize": "initialize_megatron"},
     "megatron.legacy.data.dataset_utils": {"megatron.data.dataset_utils": "build_train_valid_test_datasets"},
-    "megatron.legacy.model.enums": {"megatron.core.transformer.enums": "AttnMaskType AttnType LayerType"},
+    "megatron.legacy.model.enums": {
+        "megatron.core.enums": "ModelType",
+        "megatron.core.transformer.enums": "AttnMaskType AttnType LayerType",
+    },
     "megatron.legacy.model.module": {"megatron.core.transformer.module": "MegatronModule"},
     "megatron.legacy.model.transformer": {
         "megatron.core.transformer": "ParallelAttention ParallelMLP ParallelTransformer ParallelTransformerLayer"
     },
-    "megatron.legacy.model.utils": {"megatron.core.utils": "init_method_normal scaled_init_method_normal"},
-    "megatron.model": {"megatron.core.distributed": "DistributedDataParallel"},
+    "megatron.legacy.model.utils": {
+        "megatron.core.utils": "init_method_normal scaled_init_method_normal",
+        "megatron.core.fusions.megatron_activation_functions": "erf_gelu gelu_impl openai_gelu",
+    },
+    "megatron.model": {"megatron.core.distributed": "DistributedDataParallel", "megatron.core.enums": "ModelType"},
     "megatron.model.bert_model": {"megatron.legacy.model.bert_model": "BertModel"},
     "megatron.model.distributed": {"megatron.core.distributed": "DistributedDataParallel MemoryBuffer"},
-    "megatron.model.enums": {"megatron.core.transformer.enums": "AttnMaskType AttnType LayerType"},
+    "megatron.model.enums": {
+        "megatron.core.enums": "ModelType",
+        "megatron.core.transformer.enums": "AttnMaskType AttnType LayerType",
+    },
     "megatron.model.gpt_model": {"megatron.legacy.model.gpt_model": "GPTModel"},
     "megatron.model.language_model": {
         "megatron.core.models.common.embeddings.embedding": "Embedding",
@@ -42,7 +59,10 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer": "ParallelAttention ParallelMLP ParallelTransformer ParallelTransformerLayer",
         "megatron.legacy.model.language_model": "get_num_layers",
     },
-    "megatron.model.utils": {"megatron.core.utils": "init_method_normal scaled_init_method_normal"},
+    "megatron.model.utils": {
+        "megatron.core.utils": "init_method_normal scaled_init_method_normal",
+        "megatron.core.fusions.megatron_activation_functions": "erf_gelu gelu_impl openai_gelu",
+    },
     "megatron.mpu.cross_entropy": {"megatron.core.tensor_parallel": "vocab_parallel_cross_entropy"},
     "megatron.mpu.data": {"megatron.core.tensor_parallel": "broadcast_data"},
     "megatron.mpu.initialize": {
@@ -96,7 +116,10 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "megatron.text_generation.forward_step": {"megatron.core.inference_params": "InferenceParams"},
     "megatron.timers": {"megatron.core.timers": "Timers"},
     "megatron.tokenizer": {"megatron.training.tokenizer.tokenizer": "build_tokenizer"},
-    "megatron.tokenizer.tokenizer": {"megatron.training.tokenizer.tokenizer": "build_tokenizer"},
+    "megatron.tokenizer.tokenizer": {
+        "megatron.core.tokenizers.utils.build_tokenizer": "_vocab_size_with_padding",
+        "megatron.training.tokenizer.tokenizer": "build_tokenizer",
+    },
     "megatron.training.argument_utils": {
         "megatron.legacy.model.gpt_model_provider_from_args": "GPTModelConfig gpt_config_from_args",
         "megatron.training.arguments": "core_transformer_config_from_args",
@@ -154,6 +177,10 @@ REASONS: Mapping[str, str] = {
         "there are no models of images here; a model of your own is trained by pretrain (docs/adding_a_model.md)"
     ),
     "megatron.dist_signal_handler": "a run saves and ends at a signal by --exit-signal-handler (docs/reliability.md)",
+    "megatron.energon": (
+        "the package megatron-energon, which loads pictures and texts, is not used; data sets are those of "
+        "megatron.core.datasets, or of your own from the script's provider (docs/adding_a_model.md)"
+    ),
     "megatron.fp16_deprecated": "loss scales are set by --loss-scale and --initial-loss-scale; nothing here unpickles",
     "megatron.global_vars": "a run is read by get_args, get_tokenizer and get_timers, and ended by its end",
     "megatron.indexer": (
@@ -283,7 +310,6 @@ REASONS: Mapping[str, str] = {
         "the loop is pretrain(), whose steps are observed by flags (docs/training_run.md); a loop of your own uses "
         "get_forward_backward_func"
     ),
-    "megatron.training.activations": "activations are chosen by flags of the model (docs/model_options.md)",
     "megatron.training.arguments": "flags are parsed and checked by initialize_megatron",
     "megatron.training.async_utils": "saves beside training are asked for by --async-save",
     "megatron.training.checkpointing": (
@@ -449,7 +475,7 @@ NOT_BUILT: Mapping[str, str] = {
         "bias_dropout_add_fused_inference bias_dropout_add_fused_train get_bias_dropout_add get_router_linear_layer "
         "sinkhorn"
     ),
-    "megatron.legacy.model.utils": "attention_mask_func erf_gelu gelu_impl get_linear_layer get_norm openai_gelu",
+    "megatron.legacy.model.utils": "attention_mask_func get_linear_layer get_norm",
     "megatron.legacy.model.vision.classification": "MitClassificationModel VitClassificationModel",
     "megatron.legacy.model.vision.dino": (
         "DINOHead DINOLoss DINOPretrainModel MultiCropWrapper cosine_scheduler get_student_backbone_and_num_features "
@@ -510,7 +536,7 @@ NOT_BUILT: Mapping[str, str] = {
         "bias_dropout_add_fused_inference bias_dropout_add_fused_train get_bias_dropout_add get_router_linear_layer "
         "sinkhorn"
     ),
-    "megatron.model.utils": "attention_mask_func erf_gelu gelu_impl get_linear_layer get_norm openai_gelu",
+    "megatron.model.utils": "attention_mask_func get_linear_layer get_norm",
     "megatron.model.vision.classification": "MitClassificationModel VitClassificationModel",
     "megatron.model.vision.dino": (
         "DINOHead DINOLoss DINOPretrainModel MultiCropWrapper cosine_scheduler get_student_backbone_and_num_features "
@@ -585,13 +611,11 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.tokenizer.gpt2_tokenization": "GPT2Tokenizer bytes_to_unicode get_pairs",
     "megatron.tokenizer.tokenizer": "AbstractTokenizer",
     "megatron.training": (
-        "build_train_valid_test_data_loaders build_train_valid_test_datasets cyclic_iter evaluate "
-        "evaluate_and_print_results get_adlr_autoresume get_learning_rate_scheduler get_one_logger "
-        "get_optimizer_param_scheduler "
+        "build_train_valid_test_data_loaders build_train_valid_test_datasets cyclic_iter evaluate evaluate_and_print_results "
+        "get_adlr_autoresume get_learning_rate_scheduler get_one_logger get_optimizer_param_scheduler "
         "get_signal_handler get_tensorboard_writer get_train_valid_test_num_samples get_wandb_writer print_datetime "
         "save_checkpoint_and_time train train_step training_log update_train_iters"
     ),
-    "megatron.training.activations": "fast_gelu quick_gelu squared_relu",
     "megatron.training.argument_utils": (
         "ArgumentGroupFactory TypeInferenceError hybrid_config_from_args inference_cfg_container_from_args "
         "inference_cfg_from_args"

@@ -6,11 +6,13 @@ is called. A module of these tables that has no file here is made when it is imp
 
 from collections.abc import Mapping
 
-from megatron.core.base import megatron_names_outside_core
+from megatron.core.base import megatron_core_modules_without_file, megatron_names_outside_core
 
 # Module -> the module that defines the name here -> names, separated by blanks.
 ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     **megatron_names_outside_core.ELSEWHERE,
+    **megatron_core_modules_without_file.ELSEWHERE,
+    "megatron.core": {"megatron.core.num_microbatches_calculator": "init_num_microbatches_calculator"},
     "megatron.core.datasets.blended_megatron_dataset_config": {
         "megatron.core.datasets.gpt_dataset": "GPTDatasetConfig",
         "megatron.core.datasets.utils": "Split",
@@ -88,6 +90,13 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "megatron.core.transformer.moe.megatron_aux_losses_tracker": "save_to_aux_losses_tracker",
     },
     "megatron.core.transformer.moe.shared_experts": {"megatron.core.tensor_parallel": "get_cuda_rng_tracker"},
+    "megatron.core.transformer.custom_layers.transformer_engine": {"megatron.core.utils": "get_te_version"},
+    "megatron.core.utils": {
+        "megatron.core.base.megatron_helpers_without_effect": (
+            "WrappedTensor assert_viewless_tensor deprecate_inference_params is_float8tensor make_viewless_tensor "
+            "nvtx_range_pop nvtx_range_push safely_set_viewless_tensor_data"
+        )
+    },
     "megatron.core.transformer.transformer_block": {
         "megatron.core.transformer.enums": "AttnMaskType",
         "megatron.core.transformer.torch_norm": "FusedLayerNorm",
@@ -95,16 +104,26 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 }
 # Switches of Megatron's that tell whether an optional package is used: none is.
 SWITCHED_OFF = (
-    "HAVE_APEX HAVE_DTENSOR HAVE_EINOPS HAVE_EMERGING_OPTIMIZERS HAVE_EO_V02 HAVE_FA3 HAVE_FA4 HAVE_FLASHINFER "
-    "HAVE_FLASHINFER_CUBIN_AND_JIT_CACHE HAVE_FMLA "
-    "HAVE_FSDP2 HAVE_FUSED_LAYER_NORM HAVE_FUSED_QKV_ROPE HAVE_NVTX HAVE_PACKAGING "
-    "HAVE_PERSIST_LAYER_NORM HAVE_TE HAVE_TORCH_MEMORY_SAVER HAVE_TORCH_SYMM_MEM HAVE_TRITON HAVE_YAML "
-    "IS_CHECKPOINTING"
+    "ENABLE_EXPERIMENTAL HAS_BACKEND HAS_BFLOAT16 HAS_FLASK HAVE_ABSL HAVE_APEX HAVE_APEX_OR_TE "
+    "HAVE_APPLY_ROPE_FUSION HAVE_CUPY HAVE_DEEP_EP HAVE_DTENSOR HAVE_EINOPS HAVE_EMERGING_OPTIMIZERS HAVE_EO_V02 "
+    "HAVE_FA3 HAVE_FA4 HAVE_FAISS HAVE_FLA HAVE_FLASHINFER HAVE_FLASHINFER_CUBIN_AND_JIT_CACHE HAVE_FLASK HAVE_FMLA "
+    "HAVE_FSDP HAVE_FSDP2 HAVE_FUSED_LAYER_NORM HAVE_FUSED_QKV_ROPE HAVE_GROUPED_MM HAVE_GTP HAVE_H5PY HAVE_HYBRIDEP "
+    "HAVE_KITCHEN HAVE_MAMBA_SSM HAVE_MCORE HAVE_MEGATRON_CORE HAVE_MEGATRON_FSDP HAVE_MSGPACK HAVE_NVRX HAVE_NVSHMEM "
+    "HAVE_NVTX HAVE_ORJSON HAVE_PACKAGING HAVE_PERSIST_LAYER_NORM HAVE_PSUTIL HAVE_SCALED_GMM HAVE_SP "
+    "HAVE_SSM_OPS_VARLEN HAVE_TE HAVE_TENSORSTORE HAVE_TEX HAVE_TE_BLOCKWISE_FP8TENSOR "
+    "HAVE_TE_CAST_MASTER_WEIGHTS_TO_FP8 HAVE_TE_EP HAVE_TE_FLOAT8TENSOR HAVE_TE_FP4_TENSOR_CLASS "
+    "HAVE_TE_FP8_TENSOR_CLASS HAVE_TE_GRAPHS HAVE_TE_GROUPED_TENSOR_CLASS HAVE_TE_MXFP8TENSOR "
+    "HAVE_TE_POST_ALL_GATHER_PROCESSING HAVE_TILELANG HAVE_TILELANG_INDEXER HAVE_TILELANG_SPARSE_MLA "
+    "HAVE_TORCH_MEMORY_SAVER HAVE_TORCH_SCALED_MM HAVE_TORCH_SYMM_MEM HAVE_TQDM HAVE_TRANSFORMERS HAVE_TRITON "
+    "HAVE_TRTLLM HAVE_WANDB HAVE_WGET HAVE_YAML HAVE_ZARR HAVE_ZMQ IS_CHECKPOINTING MAMBA_HAS_STATE_DTYPE "
+    "TRITON_HAS_CACHE_RESULTS USING_APEX_OPTIMIZER USING_TE_OPTIMIZER has_nvidia_modelopt has_nvidia_resiliency_ext "
+    "has_nvml has_unified_memory is_gtp_param"
 )
 
 # Module, or package of modules -> the reason why its names are not built, and what to use instead.
 REASONS: Mapping[str, str] = {
     **megatron_names_outside_core.REASONS,
+    **megatron_core_modules_without_file.REASONS,
     "megatron.core": "nothing here unpickles, so no globals are registered as safe",
     "megatron.core.datasets": (
         "use GPTDataset, BERTMaskedWordPieceDataset, or a data set of your own from the script's provider "
@@ -140,6 +159,10 @@ REASONS: Mapping[str, str] = {
     ),
     "megatron.core.models.hybrid": "there are no state-space layers; use GPTModel, or a layer of your own",
     "megatron.core.models.mamba": "there are no state-space layers; use GPTModel, or a layer of your own",
+    "megatron.core.num_microbatches_calculator": (
+        "use init_num_microbatches_calculator, and reconfigure_num_microbatches_calculator"
+    ),
+    "megatron.core.process_groups_config": "groups are those of ProcessGroupCollection.use_mpu_process_groups()",
     "megatron.core.optimizer": (
         "get_megatron_optimizer makes the optimizer; groups of parameters are ParamGroups (docs/optimizers.md)"
     ),
@@ -185,13 +208,16 @@ REASONS: Mapping[str, str] = {
 # Module -> names that are not built.
 NOT_BUILT: Mapping[str, str] = {
     **megatron_names_outside_core.NOT_BUILT,
+    **megatron_core_modules_without_file.NOT_BUILT,
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": (
+        "get_dsa_module_spec_for_backend get_experimental_attention_variant_module_spec "
+        "get_gated_delta_net_module_spec get_linear_attention_pattern get_moe_layer_pattern "
         "get_transformer_block_with_experimental_attention_variant_spec "
-        "get_transformer_layer_with_experimental_attention_variant_spec"
+        "get_transformer_layer_with_experimental_attention_variant_spec is_linear_attention_variant"
     ),
-    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "get_gpt_heterogeneous_layer_spec",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "LNImpl get_gpt_heterogeneous_layer_spec",
     "megatron.core.models.hybrid.hybrid_model": "HybridModel",
-    "megatron.core.models.mamba": "MambaModel",
+    "megatron.core.models.mamba": "HybridModel MambaModel",
     "megatron.core.tensor_parallel.utils": "dist_all_gather_func",
     "megatron.core": "register_safe_globals safe_load_from_bytes",
     "megatron.core.datasets.blended_megatron_dataset_builder": "DistributedDataset MidLevelDataset TopLevelDataset",
@@ -200,33 +226,37 @@ NOT_BUILT: Mapping[str, str] = {
     ),
     "megatron.core.datasets.gpt_dataset": "MockGPTLowLevelDataset",
     "megatron.core.datasets.indexed_dataset": (
-        "DType IndexedDatasetBuilder OBJECT_STORAGE_BIN_READERS get_bin_path get_idx_path"
+        "DType IndexedDatasetBuilder MMapIndexedDatasetBuilder OBJECT_STORAGE_BIN_READERS get_bin_path get_idx_path"
     ),
-    "megatron.core.datasets.utils": "normalize",
-    "megatron.core.dist_checkpointing": "LocalNonpersistentObject load_tensors_metadata remove_sharded_tensors",
+    "megatron.core.datasets.utils": "log_single_rank normalize",
+    "megatron.core.dist_checkpointing": (
+        "LocalNonpersistentObject LocalNonpersitentObject load_tensors_metadata remove_sharded_tensors"
+    ),
     "megatron.core.dist_checkpointing.mapping": (
-        "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject ReplicaId ShardedBase "
-        "ShardedStateDict ShardedTensorFactory StateDict apply_factories apply_factory_merges is_main_replica"
+        "CommonStateDict FactoryBuildFn FactoryMergeFn LocalNonpersistentObject LocalNonpersitentObject ReplicaId "
+        "ShardedBase ShardedStateDict ShardedTensorFactory StateDict apply_factories apply_factory_merges "
+        "is_main_replica"
     ),
     "megatron.core.dist_checkpointing.serialization": (
-        "CkptShardedMetadata get_default_load_sharded_strategy get_default_save_common_strategy "
-        "get_default_save_sharded_strategy load_sharded_metadata load_tensors_metadata remove_sharded_tensors"
+        "COMMON_STATE_FNAME CkptShardedMetadata get_default_load_sharded_strategy get_default_save_common_strategy "
+        "get_default_save_sharded_strategy load_sharded_metadata load_sharded_objects load_tensors_metadata "
+        "remove_sharded_tensors validate_objects_sharding_integrity validate_sharding_integrity"
     ),
     "megatron.core.distributed": (
-        "FullyShardedDataParallel TorchFullyShardedDataParallel TorchFullyShardedDataParallelConfig"
+        "FullyShardedDataParallel TorchFullyShardedDataParallel TorchFullyShardedDataParallelConfig shard_buffer"
     ),
     "megatron.core.distributed.finalize_model_grads": "reset_model_temporary_tensors",
     "megatron.core.enums": "Fp4Recipe Fp8Recipe",
     "megatron.core.extensions.transformer_engine": (
-        "SplitAlongDim TEActivationOp TEColumnParallelGroupedLinear TECudaRNGStatesTracker TEDelayedScaling "
-        "TEFusedMLP TEFusedMLPWithGroupedLinear TEFusedResidualRMSNorm TEGroupedLinear "
-        "TELMHeadColumnParallelLinear TELinear TEQuantizationParams TEQuantizationRecipe "
-        "TERowParallelGroupedLinear TransformerEngineConfigType condition_init_method current_te_version "
-        "fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_thd fused_compute_score_for_moe_aux_loss "
-        "fused_moe_aux_loss fused_permute fused_permute_and_pad_with_probs fused_permute_with_probs "
-        "fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_topk_with_score_function "
-        "fused_unpermute get_cpu_offload_context set_save_original_input "
-        "split_te_layernorm_column_parallel_linear te_checkpoint te_general_gemm te_parallel_cross_entropy"
+        "Fp8Padding Fp8Unpadding SplitAlongDim TEActivationOp TEColumnParallelGroupedLinear TECudaRNGStatesTracker "
+        "TEDelayedScaling TEFusedMLP TEFusedMLPWithGroupedLinear TEFusedResidualRMSNorm TEGroupedLinear "
+        "TELMHeadColumnParallelLinear TELinear TEQuantizationParams TEQuantizationRecipe TERowParallelGroupedLinear "
+        "TransformerEngineConfigType condition_init_method current_te_version fused_apply_rotary_pos_emb "
+        "fused_apply_rotary_pos_emb_thd fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_permute "
+        "fused_permute_and_pad_with_probs fused_permute_with_probs fused_sort_chunks_by_index "
+        "fused_sort_chunks_by_index_with_probs fused_topk_with_score_function fused_unpermute "
+        "get_cpu_offload_context set_save_original_input split_te_layernorm_column_parallel_linear te_checkpoint "
+        "te_general_gemm te_parallel_cross_entropy"
     ),
     "megatron.core.fusions.fused_bias_dropout": (
         "bias_dropout_add_fused_inference bias_dropout_add_fused_train bias_dropout_add_unfused"
@@ -240,21 +270,25 @@ NOT_BUILT: Mapping[str, str] = {
         "LNImpl get_bert_layer_with_transformer_engine_spec get_bert_layer_with_transformer_engine_submodules"
     ),
     "megatron.core.models.common.embeddings": "MultimodalRotaryEmbedding YarnRotaryEmbedding apply_rotary_pos_emb",
-    "megatron.core.models.common.embeddings.rotary_pos_embedding": "MultimodalRotaryEmbedding",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": (
+        "MultimodalRotaryEmbedding apply_rotary_pos_emb apply_rotary_pos_emb_bshd apply_rotary_pos_emb_thd "
+        "get_pos_emb_on_this_cp_rank"
+    ),
     "megatron.core.models.gpt.gpt_layer_specs": (
         "LNImpl get_gpt_layer_local_submodules get_gpt_layer_with_inference_spec "
         "get_gpt_layer_with_inference_submodules get_gpt_layer_with_transformer_engine_submodules "
         "get_gpt_mtp_block_spec get_gpt_mtp_block_spec_for_backend get_mlp_module_spec "
-        "get_mlp_module_spec_for_backend gpt_layer_with_transformer_engine_spec_moe"
+        "get_mlp_module_spec_for_backend gpt_layer_local_spec_moe gpt_layer_with_transformer_engine_spec_moe"
     ),
     "megatron.core.optimizer": (
         "AdamOptimizerConfig ChainedOptimizer ConstantGradScaler DistributedOptimizer DynamicGradScaler "
-        "FP32Optimizer Float16OptimizerWithFloat16Params HybridDeviceOptimizer LayerWiseDistributedOptimizer "
-        "ParamGroupOverride ParamKey ParamPredicate ParamWithNamePredicate ProcessGroupCollection "
-        "SGDOptimizerConfig USING_PYTORCH_OPTIMIZER check_config_overrides_consistency "
-        "combine_param_group_overrides get_global_unique_param_name get_mup_config_overrides get_pg_rank "
-        "get_pg_size get_standard_config_overrides is_managed_by_layer_wise_optimizer is_te_min_version "
-        "log_single_rank parallel_state param_group_identifier_keys param_group_override_to_tuple"
+        "FP32Optimizer Float16OptimizerWithFloat16Params GradCommProcessGroups HybridDeviceOptimizer "
+        "LayerWiseDistributedOptimizer ModelCommProcessGroups ParamAndGradBuffer ParamGroupOverride ParamKey "
+        "ParamPredicate ParamWithNamePredicate ProcessGroupCollection SGDOptimizerConfig USING_PYTORCH_OPTIMIZER "
+        "check_config_overrides_consistency combine_param_group_overrides get_global_unique_param_name "
+        "get_mup_config_overrides get_pg_rank get_pg_size get_standard_config_overrides "
+        "is_managed_by_layer_wise_optimizer is_te_min_version log_single_rank parallel_state "
+        "param_group_identifier_keys param_group_override_to_tuple"
     ),
     "megatron.core.optimizer.cpu_offloading": "HybridDeviceOptimizer",
     "megatron.core.optimizer.optimizer_config": (
@@ -268,19 +302,20 @@ NOT_BUILT: Mapping[str, str] = {
         "create_hierarchical_parallel_groups create_hybrid_dp_cp_groups default_embedding_ranks "
         "default_position_embedding_ranks destroy_global_memory_buffer destroy_global_symmetric_memory_buffer "
         "generate_masked_orthogonal_rank_groups get_all_ranks get_data_modulo_expert_parallel_group "
+        "get_data_modulo_expert_parallel_group_gloo get_data_modulo_expert_parallel_rank "
         "get_expert_data_parallel_group_gloo get_expert_gtp_weight_remat_global_ranks "
-        "get_expert_gtp_weight_remat_group get_expert_gtp_weight_remat_rank "
-        "get_expert_gtp_weight_remat_world_size get_expert_model_parallel_src_rank "
-        "get_expert_tensor_and_model_parallel_rank get_expert_tensor_and_model_parallel_world_size "
-        "get_global_symmetric_memory_buffer get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group "
-        "get_gtp_weight_remat_rank get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
+        "get_expert_gtp_weight_remat_group get_expert_gtp_weight_remat_rank get_expert_gtp_weight_remat_world_size "
+        "get_expert_model_parallel_src_rank get_expert_tensor_and_model_parallel_rank "
+        "get_expert_tensor_and_model_parallel_world_size get_global_symmetric_memory_buffer "
+        "get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group get_gtp_weight_remat_rank "
+        "get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
         "get_inter_distributed_optimizer_instance_group get_inter_partial_data_parallel_group "
-        "get_intra_distributed_optimizer_instance_group get_nccl_options "
-        "get_pipeline_model_parallel_decoder_start get_tensor_and_context_parallel_rank "
-        "get_tensor_and_context_parallel_world_size has_separate_all_gather_group is_inside_decoder "
-        "is_inside_encoder is_pipeline_stage_at_split overwrite_nccl_comm_cfgs "
-        "set_expert_tensor_parallel_rank set_expert_tensor_parallel_world_size "
-        "set_pipeline_model_parallel_split_rank update_pg_timeout"
+        "get_intra_distributed_optimizer_instance_group get_nccl_options get_pipeline_model_parallel_decoder_start "
+        "get_tensor_and_context_parallel_rank get_tensor_and_context_parallel_world_size "
+        "get_tensor_and_expert_parallel_group get_tensor_and_expert_parallel_rank "
+        "get_tensor_and_expert_parallel_world_size has_separate_all_gather_group is_inside_decoder is_inside_encoder "
+        "is_pipeline_stage_at_split overwrite_nccl_comm_cfgs set_expert_tensor_parallel_rank "
+        "set_expert_tensor_parallel_world_size set_pipeline_model_parallel_split_rank update_pg_timeout"
     ),
     "megatron.core.pipeline_parallel.schedules": (
         "Shape backward_step backward_step_multimodule check_first_val_step clear_embedding_activation_buffer "
@@ -293,10 +328,11 @@ NOT_BUILT: Mapping[str, str] = {
         "CheckpointWithoutOutput InferenceColumnParallelLinear InferenceLayerNormColumnParallelLinear "
         "InferenceRowParallelLinear all_gather_last_dim_from_tensor_parallel_region all_to_all_hp2sp "
         "all_to_all_sp2hp convert_cuda_rng_state copy_gtp_attributes copy_tensor_model_parallel_attributes "
-        "get_data_parallel_rng_tracker_name get_expert_parallel_rng_tracker_name "
-        "is_graph_safe_cuda_rng_tracker linear_with_grad_accumulation_and_async_allreduce "
-        "param_is_not_gtp_duplicate param_is_not_tensor_parallel_duplicate "
-        "reduce_scatter_last_dim_to_tensor_parallel_region "
+        "gather_from_sequence_parallel_region_to_moe get_data_parallel_rng_tracker_name "
+        "get_expert_parallel_rng_tracker_name is_graph_safe_cuda_rng_tracker "
+        "linear_with_grad_accumulation_and_async_allreduce param_is_not_gtp_duplicate "
+        "param_is_not_tensor_parallel_duplicate reduce_scatter_last_dim_to_tensor_parallel_region "
+        "reduce_scatter_to_sequence_parallel_region_from_moe "
         "set_defaults_if_not_set_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
     ),
     "megatron.core.tensor_parallel.cross_entropy": "VocabParallelCrossEntropy",
@@ -308,8 +344,9 @@ NOT_BUILT: Mapping[str, str] = {
         "set_defaults_if_not_set_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
     ),
     "megatron.core.tensor_parallel.mappings": (
-        "dist_all_gather_func dist_reduce_scatter_func all_gather_last_dim_from_tensor_parallel_region "
-        "all_to_all_hp2sp all_to_all_sp2hp reduce_scatter_last_dim_to_tensor_parallel_region"
+        "all_gather_last_dim_from_tensor_parallel_region all_to_all_hp2sp all_to_all_sp2hp dist_all_gather_func "
+        "dist_reduce_scatter_func gather_from_sequence_parallel_region_to_moe "
+        "reduce_scatter_last_dim_to_tensor_parallel_region reduce_scatter_to_sequence_parallel_region_from_moe"
     ),
     "megatron.core.tensor_parallel.random": (
         "CheckpointFunction CheckpointWithoutOutput CheckpointWithoutOutputFunction convert_cuda_rng_state "
@@ -322,7 +359,7 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.transformer": "MLATransformerConfig",
     "megatron.core.transformer.attention": (
         "Attention CoreAttentionBuilder CoreAttentionInterface LinearInterface LinearLayer LinearLayerBuilder "
-        "LinearProjBuilder LinearProjInterface LinearQkv LinearQkvBuilder LinearQkvInterface"
+        "LinearProjBuilder LinearProjInterface LinearQkv LinearQkvBuilder LinearQkvInterface SplitAlongDim"
     ),
     "megatron.core.transformer.enums": "CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
     "megatron.core.transformer.mlp": (
@@ -347,14 +384,14 @@ NOT_BUILT: Mapping[str, str] = {
     ),
     "megatron.core.transformer.moe.moe_utils": (
         "MoECudaGraphPartialCaptureSignal MoECudaGraphTensorStore RandomSTE RandomSTEShared "
-        "RouterGatingLinearFunction apply_biased_logits apply_random_logits apply_router_token_dropping "
-        "compute_routing_scores_for_aux_loss get_align_size_for_quantization "
-        "get_default_pg_collection get_tokens_per_expert_and_token_count "
-        "get_updated_expert_bias maybe_move_tensor_to_cpu maybe_skip_or_early_return_by_cudagraph pad_routing_map "
-        "permute qb_dual_update router_gating_linear "
-        "sequence_load_balancing_loss_func skip_routed_expert_padding sort_chunks_by_idxs "
-        "switch_load_balancing_loss_func topk_routing_with_score_function topk_softmax_with_capacity "
-        "unpermute"
+        "RouterGatingLinearFunction aggregate_aux_losses_tracker_across_pipeline_parallel apply_biased_logits "
+        "apply_random_logits apply_router_token_dropping compute_routing_scores_for_aux_loss "
+        "get_align_size_for_quantization get_aux_losses_tracker get_default_model_comm_pgs get_default_pg_collection "
+        "get_tokens_per_expert_and_token_count get_updated_expert_bias maybe_move_tensor_to_cpu "
+        "maybe_skip_or_early_return_by_cudagraph moe_gather moe_scatter pad_routing_map permute "
+        "permute_with_padded_tokens qb_dual_update router_gating_linear sequence_load_balancing_loss_func "
+        "skip_routed_expert_padding sort_chunks_by_idxs switch_load_balancing_loss_func "
+        "topk_routing_with_score_function topk_softmax_with_capacity unpermute unpermute_with_padded_tokens"
     ),
     "megatron.core.transformer.moe.router": "InferenceTopKRouter Router TopKRouter",
     "megatron.core.transformer.moe.router_replay": "RouterReplay RouterReplayAction",
@@ -362,9 +399,12 @@ NOT_BUILT: Mapping[str, str] = {
         "FusedSharedExpertMLP SharedExpertMLP SharedExpertState overlap_state_check set_tensor_grad_fn_sequence_sr te"
     ),
     "megatron.core.transformer.moe.token_dispatcher": (
-        "MoEAllGatherTokenDispatcher MoEAlltoAllTokenDispatcher MoEFlexTokenDispatcher MoETokenDispatcher"
+        "MoEAllGatherTokenDispatcher MoEAlltoAllTokenDispatcher MoEDroplessTokenDispatcher MoEFlexTokenDispatcher "
+        "MoETokenDispatcher"
     ),
-    "megatron.core.transformer.moe.upcycling_utils": "load_and_upcycle_model upcycle_state_dict",
+    "megatron.core.transformer.moe.upcycling_utils": (
+        "ActivationFuncName ExpertsType load_and_upcycle_model upcycle_state_dict"
+    ),
     "megatron.core.transformer.module": (
         "GraphableMegatronModule conversion_helper float16_to_fp32 fp32_to_float16 param_is_not_shared"
     ),
@@ -384,21 +424,19 @@ NOT_BUILT: Mapping[str, str] = {
         "transition_moe_cudagraphs"
     ),
     "megatron.core.utils": (
-        "ExperimentalNotEnabledError GlobalSymmetricMemoryBuffer MakeViewlessTensor WrappedTensor "
-        "accepts_parameter assert_viewless_tensor check_param_hashes_across_dp_replicas "
-        "configure_nvtx_profiling deprecate_args deprecate_inference_params deprecated dist_all_gather_func "
-        "drain_embedding_wgrad_compute experimental_api experimental_cls experimental_fn get_asyncio_loop "
-        "get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version get_data_parallel_group_if_dtensor "
-        "get_fa_version get_flashinfer_version get_full_tensor_if_necessary "
-        "get_mamba_inference_state_config_from_model get_mamba_version get_model_type get_model_xattn "
-        "get_pg_rank get_pg_size get_pg_src_rank get_pretrain_batch_on_this_cp_rank "
-        "get_sft_batch_on_this_cp_rank get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank "
-        "internal_api is_causal_conv1d_min_version is_fa_min_version is_flashinfer_min_version "
-        "is_mamba_min_version is_submodule is_using_quantization_scales local_multi_tensor_applier "
-        "local_multi_tensor_l2_norm local_multi_tensor_scale log_on_each_pipeline_stage log_single_rank "
-        "make_viewless_tensor mup_scaled_init_method_normal null_decorator nvtx_decorator nvtx_range_pop "
-        "nvtx_range_push prepare_input_tensors_for_wgrad_compute round_up_to_nearest_multiple "
-        "safely_set_viewless_tensor_data to_local_if_dtensor trace_async_exceptions"
+        "ExperimentalNotEnabledError GlobalSymmetricMemoryBuffer MakeViewlessTensor accepts_parameter "
+        "check_param_hashes_across_dp_replicas configure_nvtx_profiling deprecate_args deprecated "
+        "dist_all_gather_func drain_embedding_wgrad_compute experimental_api experimental_cls experimental_fn "
+        "get_asyncio_loop get_batch_on_this_hybrid_cp_rank get_causal_conv1d_version "
+        "get_data_parallel_group_if_dtensor get_fa_version get_flashinfer_version get_full_tensor_if_necessary "
+        "get_mamba_inference_state_config_from_model get_mamba_version get_model_type get_model_xattn get_pg_rank "
+        "get_pg_size get_pg_src_rank get_pretrain_batch_on_this_cp_rank get_sft_batch_on_this_cp_rank "
+        "get_tensor_model_parallel_group_if_none get_thd_batch_on_this_cp_rank internal_api "
+        "is_causal_conv1d_min_version is_fa_min_version is_flashinfer_min_version is_mamba_min_version is_submodule "
+        "is_using_quantization_scales local_multi_tensor_applier local_multi_tensor_l2_norm local_multi_tensor_scale "
+        "log_on_each_pipeline_stage log_single_rank mup_scaled_init_method_normal null_decorator nvtx_decorator "
+        "prepare_input_tensors_for_wgrad_compute round_up_to_nearest_multiple to_local_if_dtensor "
+        "trace_async_exceptions"
     ),
     "megatron.core.model_parallel_config": "resolve_tensor_parallel_weight_shards",
     "megatron.core.rerun_state_machine": (
@@ -410,9 +448,7 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.tokenizers.megatron_tokenizer": (
         "TEXT_LIBRARIES TOKENIZER_LIBRARIES TOKENIZER_MAPPING_NAMES VISION_LIBRARIES"
     ),
-    "megatron.core.tokenizers.utils.build_tokenizer": (
-        "MEGATRON_TOKENIZERS SP_TOKENIZERS SUPPORTED_TOKENIZERS vocab_size_with_padding"
-    ),
+    "megatron.core.tokenizers.utils.build_tokenizer": "MEGATRON_TOKENIZERS SP_TOKENIZERS SUPPORTED_TOKENIZERS",
     "megatron.core.transformer.multi_token_prediction": (
         "LNImpl MTPLossAutoScaler MTPLossLoggingHelper MultiTokenPredictionBlock "
         "MultiTokenPredictionBlockSubmodules MultiTokenPredictionLayer MultiTokenPredictionLayerSubmodules "
@@ -421,6 +457,15 @@ NOT_BUILT: Mapping[str, str] = {
         "tie_output_layer_state_dict tie_word_embeddings_state_dict"
     ),
     "megatron.core.transformer.spec_utils": "get_submodules",
+    "megatron.core.datasets.megatron_dataset": "MockDataset",
+    "megatron.core.num_microbatches_calculator": (
+        "StepBatchsizeNumMicroBatchesCalculator build_num_microbatches_calculator reconfigure_microbatch_calculator"
+    ),
+    "megatron.core.process_groups_config": (
+        "GradFinalizeProcessGroups MultiModuleProcessGroupCollection ProcessGroupHelperMeta"
+    ),
+    "megatron.core.tokenizers.text": "MegatronTokenizerText",
+    "megatron.core.tokenizers.text.utils.build_tokenizer": "MEGATRON_TOKENIZERS SP_TOKENIZERS",
 }
 
 

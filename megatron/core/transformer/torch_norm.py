@@ -1,4 +1,4 @@
-"""Megatron's `WrappedTorchNorm` and `FusedLayerNorm`, over our norm."""
+"""Megatron's `WrappedTorchNorm`, `WrappedTorchLayerNorm` and `FusedLayerNorm`, over our norm."""
 
 from typing import Any
 
@@ -31,6 +31,6 @@ class FusedLayerNorm(Norm):
         self.config = config
 
 
-WrappedTorchNorm = FusedLayerNorm
+WrappedTorchNorm = WrappedTorchLayerNorm = FusedLayerNorm
 
 __getattr__ = names_of_megatron(__name__)

@@ -14,6 +14,7 @@ OWN = (
 # Files of Megatron's and DeepSpeed's names and fields.
 ROOMS = (
     "core/__init__.py",
+    "core/base/megatron_core_modules_without_file.py",
     "core/base/moved_or_unbuilt_megatron_names.py",
     "core/datasets/blended_megatron_dataset_config.py",
     "core/datasets/gpt_dataset.py",

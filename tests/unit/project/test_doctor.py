@@ -1,13 +1,18 @@
 """`python -m megatron.doctor` on a small fork: what is there, what is there with other arguments, what is missing, what to change."""
 
+import ast
+import inspect
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from megatron import doctor
 from megatron.porting.flags_in_launch_scripts import flags_of_shell, flags_of_yaml
+from megatron.porting.judge_fork_names_and_flags import attributes_of_args
 from megatron.porting.names_used_by_fork import names_of_file
+from megatron.training.initialize import derived_settings
 
 SCRIPT = """
 import torch
@@ -120,6 +125,49 @@ def test_the_names_and_flags_of_a_fork_are_told_apart(fork: Path):
     }
     assert "--num-layers" in change["--num-layer"] and "'alibi' is not one of" in change["--position-embedding-type"]
     assert found["other_programs"] == {"preprocess_data.py": 1}
+
+
+def test_what_a_file_assigns_to_the_arguments_is_there_for_the_others(tmp_path: Path):
+    (tmp_path / "setup_of_tasks.py").write_text(
+        "from megatron import get_args\ndef begin():\n    args = get_args()\n    args.own_size = args.micro_batch_size\n"
+    )
+    (tmp_path / "evaluate.py").write_text(
+        "from megatron import get_args\ndef end():\n    args = get_args()\n    return args.own_size + args.other_size\n"
+    )
+    found = states(doctor.examine(tmp_path)["names"])
+    assert found["get_args().own_size"] == "there" and found["get_args().other_size"] == "missing"
+
+
+def test_a_name_that_is_not_built_is_missing_with_its_reason_however_it_is_used(tmp_path: Path):
+    (tmp_path / "server.py").write_text(
+        "from megatron.core.inference.engines import StaticInferenceEngine, NoEngine\n"
+        "from megatron.core.transformer import cuda_graphs\n"
+        "from megatron.core.jit import jit_fuser\n"
+        "class Engine(StaticInferenceEngine): ...\n"
+        "print(StaticInferenceEngine.generate, cuda_graphs.CudaGraphManager())\n"
+    )
+    entries = {entry["name"]: entry for entry in doctor.examine(tmp_path)["names"]}
+    assert {name: entry["state"] for name, entry in entries.items()} == {
+        "megatron.core.inference.engines.NoEngine": "missing",
+        "megatron.core.inference.engines.StaticInferenceEngine": "missing",
+        "megatron.core.jit.jit_fuser": "there",
+        "megatron.core.transformer.cuda_graphs": "there",
+        "megatron.core.transformer.cuda_graphs.CudaGraphManager": "missing",
+    }
+    assert "tools/generate.py" in entries["megatron.core.inference.engines.StaticInferenceEngine"]["change"]
+    assert "CUDA graphs" in entries["megatron.core.transformer.cuda_graphs.CudaGraphManager"]["change"]
+
+
+def test_the_reason_of_a_class_that_only_raises_is_found_whatever_it_takes(tmp_path: Path):
+    (tmp_path / "generate.py").write_text("from megatron.core import InferenceParams\nInferenceParams(1, 8)\n")
+    (entry,) = doctor.examine(tmp_path)["names"]
+    assert entry["state"] == "missing" and "tools/generate.py" in entry["change"]
+
+
+def test_the_doctor_knows_what_the_arguments_have_besides_flags():
+    function = ast.parse(textwrap.dedent(inspect.getsource(derived_settings)))
+    returned = next(node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+    assert {key.value for key in returned.keys} <= attributes_of_args()
 
 
 def test_the_page_the_json_and_the_exit_codes(fork: Path, capsys):
