@@ -215,3 +215,27 @@ def test_names_of_megatron_have_its_contract():
     close(scores, Z.gather(-1, ids))
     with pytest.raises(NotImplementedError, match="permute: not built; experts are asked for by num_moe_experts"):
         moe_utils.permute(Z, Z > 0)
+
+
+@pytest.mark.parametrize("levels", [3, 1000, None])
+def test_the_largest_scores_are_those_of_a_stable_sort(levels: int | None):
+    """levels: of integers, of which few give many ties; None: reals, with an infinity that many share."""
+    torch.manual_seed(0)
+    scores = torch.randn(40, 6, 16) if levels is None else torch.randint(levels, (40, 6, 16)).double()
+    if levels is None:
+        scores[..., 5:] = -torch.inf
+    for k in (1, 2, 5, 8, 16):
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        assert torch.equal(moe_utils.top_k(scores, k), order[..., :k])
+
+
+def test_counts_are_those_of_a_loop():
+    torch.manual_seed(0)
+    ids, kept = torch.randint(8, (30, 3, 2)), torch.rand(30, 3, 2) < 0.7
+    for mask in (None, kept):
+        expected = [[0] * 8 for _ in range(3)]
+        for s in range(30):
+            for b in range(3):
+                for j in range(2):
+                    expected[b][ids[s, b, j]] += 1 if mask is None else int(mask[s, b, j])
+        assert moe_utils.count_tokens(ids, 8, mask).tolist() == expected

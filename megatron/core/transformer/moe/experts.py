@@ -197,21 +197,20 @@ def _write_products(
     A product may have more rows than its expert (`rows_of_product`). They are those of the experts behind it, which are
     written after it; behind the last ones there are none, so the rows before them are taken, and only theirs are kept.
     """
+    more = [matmul.rows_of_product(rows, x) for rows in counts]
     start = 0
-    for rows, matrix in zip(counts, _matrices(weight)):
-        if not rows:
-            continue
-        stop = start + rows
-        end = start + matmul.rows_of_product(rows, x)
+    for rows, end, own, into, matrix in zip(counts, more, x.split(counts), out.split(counts), _matrices(weight)):
+        stop, end = start + rows, start + end
         begin = start - (end - len(x))
-        if end <= len(x):
+        if end == stop or begin < 0:
+            if rows:
+                write(into, own, matrix, None)
+        elif end <= len(x):
             write(out[start:end], x[start:end], matrix, None)
-        elif begin >= 0:
+        else:
             product = out.new_empty((end - start, out.shape[1]))
             write(product, x[begin:], matrix, None)
-            out[start:stop] = product[start - begin : stop - begin]
-        else:
-            write(out[start:stop], x[start:stop], matrix, None)
+            into.copy_(product[start - begin : stop - begin])
         start = stop
 
 

@@ -33,7 +33,13 @@ def score(logits: Tensor, function: str) -> Tensor:
 
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest scores [.., E], from the largest: int64 [.., k]. Of equal ones the first."""
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    scores = scores.detach()
+    if scores.device.type == "cpu" and k < scores.shape[-1]:
+        # a third of the time of sorting 128 scores; of equal ones topk takes any, so their order is looked at
+        values, ids = scores.topk(k + 1)
+        if bool((values[..., 1:] < values[..., :-1]).all()):
+            return ids[..., :k]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
@@ -140,10 +146,10 @@ def experts_in_turn(tokens: Tensor, k: int, num_experts: int) -> Tensor:
 
 def count_tokens(ids: Tensor, num_experts: int, kept: Tensor | None = None) -> Tensor:
     """Return how many tokens of each sample chose each expert: int64 [b, E]. ids: [s, b, K]; kept: bool, of its shape."""
-    chosen = ids.unsqueeze(-1) == torch.arange(num_experts, device=ids.device)  # [s, b, K, E]
-    if kept is not None:
-        chosen = chosen & kept.unsqueeze(-1)
-    return chosen.sum((0, 2))
+    samples = ids.shape[1]
+    places = ids + num_experts * torch.arange(samples, device=ids.device).view(-1, 1)  # [s, b, K], in [b, E]
+    ones = torch.ones_like(ids) if kept is None else kept.long()
+    return ids.new_zeros(samples * num_experts).index_add_(0, places.flatten(), ones.flatten()).view(samples, -1)
 
 
 def balancing_loss(counts: Tensor, sums: Tensor, tokens: Any, k: int) -> Tensor:
@@ -222,7 +228,7 @@ def order_by_expert(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple
         flat = torch.where(kept.flatten(), flat, num_experts)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    counts = (flat.unsqueeze(-1) == torch.arange(num_experts, device=flat.device)).sum(0)
+    counts = flat.new_zeros(num_experts + 1).index_add_(0, flat, torch.ones_like(flat))[:num_experts]
     return order, place.view(ids.shape), counts
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.decisions_overridable_for_memory_prediction import row_counts
@@ -194,10 +195,7 @@ class TokensToRows(torch.autograd.Function):
         (place,) = ctx.saved_tensors
         grad = torch.cat((others[: ctx.start], own, others[ctx.start :])) if len(others) else own
         grad, place = _with_zeros(grad, place)
-        total = grad.index_select(0, place[:, 0])
-        for column in place.unbind(1)[1:]:
-            total += grad.index_select(0, column)
-        return total, None, None, None
+        return functional.embedding_bag(place, grad, mode="sum"), None, None, None
 
 
 class RowsToTokens(torch.autograd.Function):
@@ -212,6 +210,8 @@ class RowsToTokens(torch.autograd.Function):
         ctx.save_for_backward(rows, weights, order)
         dtype = torch.promote_types(rows.dtype, weights.dtype)
         values, place = _with_zeros(rows, place)
+        if rows.dtype == weights.dtype:
+            return functional.embedding_bag(place, values, per_sample_weights=weights, mode="sum")
         factors = weights.to(dtype)
         total = values.index_select(0, place[:, 0]).to(dtype) * factors[:, :1]
         for j in range(1, place.shape[1]):
