@@ -101,16 +101,29 @@ COURSE_OF_MODEL = (
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_router_dtype"),
     *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap"),
 )
-# Model settings that add what begins at zeros, so that a model in which one is turned on computes what it computed: the end
-# of the name of what it adds to a checkpoint, and why a model in which it is turned off is another.
+
+
+class Begins(NamedTuple):
+    """What a model setting adds to a checkpoint.
+
+    name: the end of its name. why: the reason why a model in which it is turned off is another.
+    """
+
+    name: str
+    why: str
+    is_parameter: bool = False  # else a buffer
+
+
+# What begins at zeros, so that a model in which the setting is turned on computes what it computed.
 BEGINS_AT_ZEROS = {
-    "moe_router_enable_expert_bias": (
+    "moe_router_enable_expert_bias": Begins(
         "mlp.router.expert_bias",
         "tokens would visit other experts without the bias that has balanced them; it can be turned on, not off",
     ),
-    "moe_router_bias": (
+    "moe_router_bias": Begins(
         "mlp.router.bias",
         "the router would choose and weigh experts without the bias that it has learned",
+        is_parameter=True,
     ),
 }
 # Compared by the files' content, if both sides have its hash.

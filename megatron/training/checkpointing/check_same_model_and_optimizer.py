@@ -369,13 +369,13 @@ def problems_of_settings(
     for change in changes.model:
         if change.is_new and not resumes:
             continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
-        _, why = BEGINS_AT_ZEROS.get(change.name, ("", ""))
-        why = f"; {why}" if why else ""
+        begins = BEGINS_AT_ZEROS.get(change.name)
+        why = f"; {begins.why}" if begins else ""
         problems.append(
             f"{source} holds another model; {_difference(change)}{why}{'' if change.is_unknown else leave_out}"
         )
     for change in changes.turned_on:
-        if change.name == "moe_router_bias" and not _takes_new_parameters(config, resumes=resumes):
+        if BEGINS_AT_ZEROS[change.name].is_parameter and not _takes_new_parameters(config, resumes=resumes):
             problems.append(
                 f"{source} holds another model; {_difference(change)}; it would begin at zeros with --finetune {ALLOW_FLAG}"
             )
@@ -420,7 +420,7 @@ def _takes_new_parameters(config: Config, *, resumes: bool) -> bool:
 
 def buffers_that_begin(runtime: Runtime, saved: dict[str, Any]) -> tuple[str, ...]:
     """Return the ends of the names of the buffers that this run's settings add to the checkpoint's model."""
-    return tuple(BEGINS_AT_ZEROS[change.name][0] for change in _changes(runtime, saved).turned_on)
+    return tuple(BEGINS_AT_ZEROS[change.name].name for change in _changes(runtime, saved).turned_on)
 
 
 def _vocabulary_problem(runtime: Runtime, saved: dict[str, Any], source: str, *, resumes: bool) -> str | None:
