@@ -77,29 +77,37 @@ def logits_grad(
         return logits
     out = logits if overwrite else torch.empty_like(logits)
     out[:, vocab:] = 0.0
-    for rows, x in _widened_blocks(logits, vocab, log_sum.dtype):
+    in_place = overwrite and logits.dtype == log_sum.dtype
+    for rows, x in _widened_blocks(logits, vocab, log_sum.dtype, in_place=in_place):
         x.sub_(log_sum[rows].unsqueeze(-1)).exp_().mul_(factors.by_softmax[rows].unsqueeze(-1))
         if factors.everywhere is not None:
             x -= factors.everywhere[rows].unsqueeze(-1)
         if vocab:
             column = target[rows].clamp(max=vocab - 1).unsqueeze(-1)
             x.scatter_add_(-1, column, -factors.at_target[rows].unsqueeze(-1))
-        out[rows, :vocab] = x
+        if not in_place:
+            out[rows, :vocab] = x
     return out
 
 
-def _widened_blocks(logits: Tensor, vocab: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _widened_blocks(
+    logits: Tensor, vocab: int, dtype: torch.dtype, *, in_place: bool = False
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows: (rows, a copy of their first `vocab` columns in `dtype`, which the caller may overwrite).
+
+    in_place: the columns themselves, which have this dtype.
 
     On a CPU a block fits the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2. On an
     accelerator a block is large enough to hide kernel launches, and small beside the logits.
     """
     cached = _CACHED_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else _ON_ACCELERATOR
     rows_at_once = max(1, cached // max(1, vocab))
-    buffer = torch.empty((min(rows_at_once, len(logits)), vocab), dtype=dtype, device=logits.device)
+    size = 0 if in_place else min(rows_at_once, len(logits))
+    buffer = torch.empty((size, vocab), dtype=dtype, device=logits.device)
     for start in range(0, len(logits), rows_at_once):
         rows = slice(start, min(start + rows_at_once, len(logits)))
-        yield rows, buffer[: rows.stop - rows.start].copy_(logits[rows, :vocab])
+        block = logits[rows, :vocab]
+        yield rows, block if in_place else buffer[: len(block)].copy_(block)
 
 
 _CACHED_ELEMENTS = 2**18  # per thread: 1 MB in float32
