@@ -338,13 +338,13 @@ def measure_model(options: argparse.Namespace) -> str:
         sizes = {name: worker.read() for name, worker in workers.items()}
         assert len(set(sizes.values())) == 1, f"the models differ: {sizes}"
         times = measure(options, {name: worker.steps for name, worker in workers.items()})
-    compared = {}
+    compared: list[tuple[str, str]] = []
     for last in ("", ", same malloc"):
         of_theirs = [
             name for name in times if name.startswith("transformers") and name.endswith("malloc") == bool(last)
         ]
         best = min(of_theirs, key=lambda name: statistics.median(clock for clock, _ in times[name]), default="ours")
-        compared |= {(name, best): None for name in times if name.startswith("ours") and name != best}
+        compared += [(name, best) for name in times if name.startswith("ours") and name != best]
     return table(f"model: {sizes['ours']:,} parameters, {options.threads} threads; {work_of(options)}", times, compared)
 
 

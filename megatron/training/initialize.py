@@ -553,9 +553,8 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
         "max_position_embeddings": config.positions,
         "ffn_hidden_size": config.transformer.ffn_size,
         "kv_channels": config.transformer.head_width,
-        "transformer_pipeline_model_parallel_size": mesh[
-            "pp"
-        ].size,  # Megatron's may have a stage without layers besides
+        # Megatron's pipeline may have a stage without layers besides
+        "transformer_pipeline_model_parallel_size": mesh["pp"].size,
     }
 
 

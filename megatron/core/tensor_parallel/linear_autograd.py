@@ -203,8 +203,8 @@ class TorchMatmul(MatmulBackend):
             super().write_forward(out, x, weight, state)
 
     def rows_of_product(self, rows: int, x: Tensor) -> int:
-        """oneDNN, which multiplies half precision on a CPU, compiles a kernel for each shape, 1 to 2 ms: longer than a product
-        of 500 rows with [1024, 256] takes. It keeps them, and eight between a power of two and the next are few enough.
+        """oneDNN, which multiplies half precision on a CPU, compiles a kernel for each shape, about 1 ms: longer than a
+        product of 500 rows with [1024, 256] takes. It keeps them, and eight between a power of two and the next are few enough.
         """
         if not is_half_precision_on_cpu(x.dtype, x.device):
             return rows

@@ -197,21 +197,20 @@ def _write_products(
     A product may have more rows than its expert (`rows_of_product`). They are those of the experts behind it, which are
     written after it; behind the last ones there are none, so the rows before them are taken, and only theirs are kept.
     """
-    more = [matmul.rows_of_product(rows, x) for rows in counts]
     start = 0
-    for rows, end, own, into, matrix in zip(counts, more, x.split(counts), out.split(counts), _matrices(weight)):
-        stop, end = start + rows, start + end
-        begin = start - (end - len(x))
-        if end == stop or begin < 0:
+    for rows, own, into, matrix in zip(counts, x.split(counts), out.split(counts), _matrices(weight)):
+        size = matmul.rows_of_product(rows, x)
+        if size == rows or size > len(x):
             if rows:
                 write(into, own, matrix, None)
-        elif end <= len(x):
-            write(out[start:end], x[start:end], matrix, None)
+        elif start + size <= len(x):
+            write(out[start : start + size], x[start : start + size], matrix, None)
         else:
-            product = out.new_empty((end - start, out.shape[1]))
-            write(product, x[begin:], matrix, None)
-            into.copy_(product[start - begin : stop - begin])
-        start = stop
+            product = out.new_empty((size, out.shape[1]))  # of the last rows
+            write(product, x[-size:], matrix, None)
+            first = start - (len(x) - size)
+            into.copy_(product[first : first + rows])
+        start += rows
 
 
 # torch.nn.functional.grouped_mm since 2.10; earlier releases have none that is public
@@ -228,9 +227,9 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
     Its kernels take no float64, and rows whose bytes are a multiple of 16.
     """
-    if grouped_mm is None or is_half_precision_on_cpu(
-        x.dtype, x.device
-    ):  # a loop there, a shape each (`rows_of_product`)
+    if grouped_mm is None:
+        return False
+    if is_half_precision_on_cpu(x.dtype, x.device):  # it loops over the experts there, without `rows_of_product`
         return False
     widths = x.shape[-1], weight[0].numel() // weight.shape[-1]
     return (
