@@ -46,11 +46,11 @@ def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool)
     sum_exp = torch.zeros_like(largest)
     sum_logits = torch.zeros_like(largest)
     if vocab:
-        for rows, x in _widened_blocks(logits, vocab, wide):
+        for rows, x, buffer in _widened_blocks(logits, vocab, wide):
             if smoothing:
                 sum_logits[rows] = x.sum(dim=-1)
             largest[rows] = x.amax(dim=-1)
-            sum_exp[rows] = x.sub_(largest[rows].unsqueeze(-1)).exp_().sum(dim=-1)
+            sum_exp[rows] = torch.sub(x, largest[rows].unsqueeze(-1), out=buffer).exp_().sum(dim=-1)
     return RowSums(largest, sum_exp, sum_logits)
 
 
@@ -77,37 +77,36 @@ def logits_grad(
         return logits
     out = logits if overwrite else torch.empty_like(logits)
     out[:, vocab:] = 0.0
-    in_place = overwrite and logits.dtype == log_sum.dtype
-    for rows, x in _widened_blocks(logits, vocab, log_sum.dtype, in_place=in_place):
-        x.sub_(log_sum[rows].unsqueeze(-1)).exp_().mul_(factors.by_softmax[rows].unsqueeze(-1))
+    for rows, x, buffer in _widened_blocks(logits, vocab, log_sum.dtype):
+        grad = out[rows, :vocab]
+        wide = grad if grad.dtype == x.dtype else buffer
+        torch.sub(x, log_sum[rows].unsqueeze(-1), out=wide).exp_().mul_(factors.by_softmax[rows].unsqueeze(-1))
         if factors.everywhere is not None:
-            x -= factors.everywhere[rows].unsqueeze(-1)
+            wide -= factors.everywhere[rows].unsqueeze(-1)
         if vocab:
             column = target[rows].clamp(max=vocab - 1).unsqueeze(-1)
-            x.scatter_add_(-1, column, -factors.at_target[rows].unsqueeze(-1))
-        if not in_place:
-            out[rows, :vocab] = x
+            wide.scatter_add_(-1, column, -factors.at_target[rows].unsqueeze(-1))
+        if wide is not grad:
+            grad.copy_(wide)
     return out
 
 
-def _widened_blocks(
-    logits: Tensor, vocab: int, dtype: torch.dtype, *, in_place: bool = False
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of rows: (rows, a copy of their first `vocab` columns in `dtype`, which the caller may overwrite).
+def _widened_blocks(logits: Tensor, vocab: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield blocks of rows: (rows, their first `vocab` columns in `dtype`, a buffer of their shape and dtype).
 
-    in_place: the columns themselves, which have this dtype.
+    The columns are in the buffer if they had another dtype, else they are the logits themselves.
 
     On a CPU a block fits the cache of a core: 46 instead of 57 ms for both directions of 512 tokens of GPT-2. On an
     accelerator a block is large enough to hide kernel launches, and small beside the logits.
     """
     cached = _CACHED_ELEMENTS * torch.get_num_threads() if logits.device.type == "cpu" else _ON_ACCELERATOR
     rows_at_once = max(1, cached // max(1, vocab))
-    size = 0 if in_place else min(rows_at_once, len(logits))
-    buffer = torch.empty((size, vocab), dtype=dtype, device=logits.device)
+    whole_buffer = torch.empty((min(rows_at_once, len(logits)), vocab), dtype=dtype, device=logits.device)
     for start in range(0, len(logits), rows_at_once):
         rows = slice(start, min(start + rows_at_once, len(logits)))
         block = logits[rows, :vocab]
-        yield rows, block if in_place else buffer[: len(block)].copy_(block)
+        buffer = whole_buffer[: len(block)]
+        yield rows, block if block.dtype == dtype else buffer.copy_(block), buffer
 
 
 _CACHED_ELEMENTS = 2**18  # per thread: 1 MB in float32

@@ -5,6 +5,7 @@ other dimensions.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,12 +75,47 @@ def _layer_norm(plus: int) -> CompiledRegion:
     )
 
 
+class _RmsNormOnCpu(torch.autograd.Function):
+    """RMSNorm, to the bit as torch's, with a backward of its own.
+
+    torch has no kernel for it on a CPU, and autograd derives its backward from six operations: for [2048, 256] on two
+    threads it takes 6.5 ms, this one 1.5.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x: [.., h], weight: [h], of one dtype -> [.., h]"""
+        inverse_rms = torch.rsqrt(x.square().mean(dim=-1, keepdim=True).add_(epsilon))  # [.., 1]
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (x * inverse_rms).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad: [.., h] -> the gradients of x [.., h] and of the weight [h].
+
+        Saved: x, the weight, and 1 / root mean square [.., 1]. With x hat = x / rms and g = grad * weight,
+        grad_x = (g - x hat * mean(g * x hat)) / rms, grad_weight = sum of grad * x hat over the rows.
+        """
+        x, weight, inverse_rms = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x_hat = x * inverse_rms
+        terms = (grad * x_hat).reshape(-1, len(weight))  # [rows, h]
+        grad_weight = terms.sum(dim=0) if needs_weight else None
+        if not needs_x:
+            return None, grad_weight, None
+        minus_mean = torch.mv(terms, weight).div_(-len(weight)).view_as(inverse_rms)  # of g * x hat
+        grad_x = x_hat.mul_(minus_mean).addcmul_(grad, weight).mul_(inverse_rms)
+        return grad_x, grad_weight, None
+
+
 def _rms_norm(plus: int) -> CompiledRegion:
     """RMSNorm (arXiv:1910.07467), without a bias. plus: 1 multiplies by 1 + weight."""
 
     def eager(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, Tensor]:
         inputs = widen(x) if plus else x
         factor = _scale_by(weight, plus) if plus else weight.to(x.dtype)
+        if x.device.type == "cpu" and inputs.dtype in (torch.float32, torch.float64):
+            return x, _RmsNormOnCpu.apply(inputs, factor, epsilon).to(weight.dtype)
         return x, functional.rms_norm(inputs, weight.shape, factor, epsilon).to(weight.dtype)
 
     def forward(x: Tensor, weight: Tensor, bias: None, epsilon: float) -> tuple[Tensor, ...]:
@@ -149,19 +185,37 @@ class _GatedSilu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """x: [.., gate | up] -> [.., f]"""
         ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+        for of_x, of_out in _blocks_of_rows(x, out):
+            gate, up = of_x.chunk(2, dim=-1)
+            torch.ops.aten.silu.out(gate, out=of_out).mul_(up)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """grad: [.., f] -> [.., gate | up]. Saved: x."""
         (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-        torch.mul(grad, functional.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        grad_x = x.new_empty(x.shape)
+        for of_x, of_grad, of_grad_x in _blocks_of_rows(x, grad, grad_x):
+            gate, up = of_x.chunk(2, dim=-1)
+            grad_gate, grad_up = of_grad_x.chunk(2, dim=-1)
+            torch.mul(of_grad, functional.silu(gate), out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(of_grad * up, gate, grad_input=grad_gate)
         return grad_x
+
+
+def _blocks_of_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return blocks of the same rows of tensors [.., width], [rows, width] each.
+
+    On a CPU a block of x fits the cache, where the next operation finds it; on an accelerator x is one block.
+    """
+    rows = x.numel() // x.shape[-1]
+    if x.device.type == "cpu":
+        rows = max(1, _CACHED_ELEMENTS * torch.get_num_threads() // x.shape[-1])
+    return zip(*(each.reshape(-1, each.shape[-1]).split(max(1, rows)) for each in (x, *others)))
+
+
+_CACHED_ELEMENTS = 2**18  # per thread: 1 MB in float32
 
 
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,0 +1,74 @@
+"""Eager operations of a layer that have a backward of their own on a CPU: equal to what autograd derives of torch's operations."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.core.ops import fused_layer_ops
+from megatron.core.ops.fused_layer_ops import REGIONS, gated_silu
+
+SHAPES = [(6, 2, 16), (5, 3, 2, 8), (4, 1), (0, 3, 8)]
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return REGIONS["RMSNorm"].eager(x, weight, None, 1e-5)[1]
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape: tuple[int, ...]):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(shape[-1], generator=generator, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    y, expected = rms_norm(x, weight), torch_rms_norm(x, weight)
+    assert torch.equal(y, expected)
+    grads = torch.autograd.grad(y, (x, weight), grad)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, weight), grad), rtol=1e-12, atol=1e-13)
+    if x.numel():
+        assert torch.autograd.gradcheck(rms_norm, (x, weight))
+
+
+def test_rms_norm_in_float32_is_as_near_to_float64_as_torchs():
+    generator = torch.Generator().manual_seed(2)
+    x, grad = torch.randn((2, 96, 4, 64), generator=generator)
+    weight = torch.randn(64, generator=generator)
+
+    def results(norm, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        y = norm(*inputs)
+        return y.detach(), *torch.autograd.grad(y, inputs, grad.to(dtype))
+
+    exact = results(torch_rms_norm, torch.float64)
+    for own, torchs, wanted in zip(results(rms_norm, x.dtype), results(torch_rms_norm, x.dtype), exact):
+        assert (own - wanted).abs().max() <= 1.5 * (torchs - wanted).abs().max()
+
+
+@pytest.mark.parametrize("trained", ["x", "weight"])
+def test_rms_norm_of_a_frozen_input(trained: str):
+    inputs = {"x": torch.randn(3, 2, 8), "weight": torch.randn(8)}
+    inputs[trained].requires_grad_()
+    for norm in (rms_norm, torch_rms_norm):
+        norm(**inputs).square().sum().backward()
+    both = inputs[trained].grad  # the sum of two that should be equal
+    inputs[trained].grad = None
+    torch_rms_norm(**inputs).square().sum().backward()
+    torch.testing.assert_close(both, 2 * inputs[trained].grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*((*shape[:-1], 2 * shape[-1]) for shape in SHAPES), (7, 12)])
+def test_gated_silu_by_blocks(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Blocks of fewer rows than there are, whose number does not divide them; equal to the bit."""
+    monkeypatch.setattr(fused_layer_ops, "_CACHED_ELEMENTS", 3 * shape[-1] // torch.get_num_threads())
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    grad = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    gate, up = x.chunk(2, dim=-1)
+    expected = functional.silu(gate) * up
+    y = gated_silu(x)
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(each, x, grad)[0] for each in (y, expected)))
