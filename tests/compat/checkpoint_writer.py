@@ -6,6 +6,7 @@ A script of its own, in processes of its own, since that package is called `mega
 OUTPUT/name/dist/iter_0000007 in torch_dist (which needs psutil beside the package), OUTPUT/name/classic/iter_0000007/mp_rank_*, and OUTPUT/name/scores.npy (float64).
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 core_path, output, cases_path = sys.argv[1:4]
 sys.path[:] = [core_path] + [p for p in sys.path if not os.path.exists(os.path.join(p, "megatron", "__init__.py"))]
 warnings.simplefilter("ignore")
+if importlib.util.find_spec("psutil") is None:  # the package would only find out in a process that it waits for
+    sys.exit(f"{Path(__file__).name}: psutil is missing, without which torch_dist is not written: pip install --target {core_path} psutil")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -19,13 +19,10 @@ from megatron.core.inference.load_model import load_gpt
 from megatron.core.transformer.model_config import ModelConfig
 
 CORE_PATH = os.environ.get("MEGATRON_CORE_PATH")
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(
-        CORE_PATH is None or not Path(CORE_PATH, "megatron", "core").is_dir(),
-        reason="MEGATRON_CORE_PATH names no folder with megatron-core; see the head of this file",
-    ),
-]
+needs_core = pytest.mark.skipif(
+    CORE_PATH is None or not Path(CORE_PATH, "megatron", "core").is_dir(),
+    reason="MEGATRON_CORE_PATH names no folder with megatron-core; see the head of this file",
+)
 WRITER = Path(__file__).with_name("checkpoint_writer.py")
 ROPE = {"position_embedding_type": "rope", "max_position_embeddings": 32}
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, **ROPE}
@@ -43,6 +40,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.full
+@needs_core
 @pytest.mark.parametrize("kind", ["dist", "classic"])
 @pytest.mark.parametrize("case", [case[0] for case in CASES])
 def test_files_of_megatron_core_give_its_scores(case: str, kind: str, written: Path):
@@ -53,3 +52,14 @@ def test_files_of_megatron_core_give_its_scores(case: str, kind: str, written: P
     tokens = torch.randint(0, 32, (3, 14), generator=torch.Generator().manual_seed(5))
     found = model(tokens, torch.arange(14).expand_as(tokens))
     assert (found - torch.tensor(np.load(written / case / "scores.npy"))).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("cases", [[], CASES], ids=["no case", "all cases"])
+def test_the_writer_says_that_psutil_is_missing(cases: list, tmp_path: Path):
+    """The package raises in a process of its own, whose results its save would wait for without end. -S: no installed packages."""
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-I", "-S", str(WRITER), str(tmp_path), str(tmp_path), str(tmp_path / "cases.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"psutil is missing, without which torch_dist is not written: pip install --target {tmp_path} psutil")
