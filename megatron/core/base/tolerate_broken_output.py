@@ -174,8 +174,10 @@ def keep_running(rank: int = 0, *, answers: bool = False) -> None:
 
 
 def _as_text(stream: StandardStream, encoding: str, errors: str | None, **buffering: bool) -> io.TextIOWrapper:
-    """Return a text stream over a raw one, built as Python builds its own."""
-    return io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, **buffering)  # type: ignore[arg-type]
+    """Return a text stream over a raw one, built as Python builds its own: without a buffer after -u or PYTHONUNBUFFERED."""
+    is_unbuffered = buffering.get("write_through", False)
+    buffer = stream if is_unbuffered else io.BufferedWriter(stream)
+    return io.TextIOWrapper(buffer, encoding, errors, **buffering)  # type: ignore[arg-type]
 
 
 def _is_open(handle: int) -> bool:

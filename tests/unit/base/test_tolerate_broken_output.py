@@ -174,6 +174,23 @@ def test_a_letter_that_the_encoding_lacks_is_escaped(tmp_path):
     assert (code, said) == (0, "\\u2192\n")
 
 
+@pytest.mark.parametrize("takes", ["outputs.keep_running(3)", "outputs.keep_running(answers=True)"])
+@pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "-u"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_reach_a_file_when_python_alone_would_write_them(takes: str, flags: list, unbuffered: str, tmp_path):
+    """Of a process that ends without a flush. The oracle is Python's own streams."""
+    prints = "import os, sys; print('out'); print('err', file=sys.stderr); sys.stdout.write('part'); os._exit(0)"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    found = []
+    for code in (prints, f"{START.replace('outputs.keep_running(3)', takes)}{prints}"):
+        out, err = tmp_path / "out", tmp_path / "err"
+        with out.open("w") as to_out, err.open("w") as to_err:
+            subprocess.run([sys.executable, *flags, "-c", code, "told"], env=environment, stdout=to_out, stderr=to_err, timeout=30)
+        found.append((out.read_text(), err.read_text()))
+    assert found[0] == found[1]
+    assert found[0] == ("out\npart" if flags or unbuffered else "", "err\n")
+
+
 def test_a_stream_that_a_script_has_put_there_stays(monkeypatch):
     class Mine:
         def write(self, text: str) -> int:
