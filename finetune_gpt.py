@@ -193,7 +193,7 @@ def main() -> None:
     except (ConfigError, CheckpointError) as error:
         if parallel_state.launched_rank() != 0:
             sys.exit(2)  # the first rank prints
-        stop_with(error if isinstance(error, ConfigError) else ConfigError(str(error)))
+        stop_with(ConfigError(error.problems))
     pretrain(
         train_valid_test_datasets_provider,
         model_provider,

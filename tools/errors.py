@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.base import tolerate_broken_output
-from megatron.core.base.dataclass_flags import ConfigError, FlagParser, add_flags, build, flag_of, read_flags
+from megatron.core.base.dataclass_flags import (
+    ConfigError,
+    FlagParser,
+    add_flags,
+    build,
+    flag_of,
+    problems_of,
+    read_flags,
+)
 from megatron.core.base.user_error_and_torchrun_error_file import is_user_error
 
 
@@ -71,7 +79,7 @@ def exit_status(tool: str, work: Callable[[], None], interrupted: str) -> int:
             is_bug = isinstance(error, ValueError) and not is_user_error(error)
             if is_bug or tolerate_broken_output.answers_failed():
                 raise
-            message = "; ".join(_message(error).splitlines())
+            message = "; ".join(line for text in _messages(error) for line in text.splitlines())
             tolerate_broken_output.print_stderr(f"{tool}: {message}")
             return 2 if isinstance(error, ConfigError) else 1
         except KeyboardInterrupt:
@@ -96,11 +104,11 @@ def naming_flag(flag: str, path: str, advice: str) -> Iterator[None]:
         raise ValueError(f"{flag} {path}: {_reason(error)}; {advice}") from None
 
 
-def _message(error: Exception) -> str:
-    """Return an error's message; for an OSError its file and reason, without the errno."""
+def _messages(error: Exception) -> list[str]:
+    """Return the problems of an error; of an OSError its file and reason, without the errno."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {_reason(error)}"
-    return str(error)
+        return [f"{error.filename}: {_reason(error)}"]
+    return problems_of(error)
 
 
 def _reason(error: OSError) -> str:

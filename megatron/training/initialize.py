@@ -20,7 +20,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.base import rank_status, tolerate_broken_output
-from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError, problems_of
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.base.unsupported_arguments import accepts_defaults_only
 from megatron.core.base.user_error_and_torchrun_error_file import is_user_error, write_error_file
@@ -496,7 +496,7 @@ def as_config_error() -> Iterator[None]:
     except ValueError as error:
         if not is_user_error(error):
             raise
-        raise ConfigError(str(error)) from error
+        raise ConfigError(problems_of(error)) from error
     except OSError as error:
         raise ConfigError(str(error)) from error
 
@@ -602,7 +602,7 @@ def stop_with(error: ConfigError | collectives.PeerError) -> NoReturn:
 
     Every rank must call, with its own error.
     """
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    problems = problems_of(error)
     lines = "\n".join(f"  - {problem}" for problem in problems)
     message = f"cannot start, {len(problems)} problem(s):\n{lines}"
     write_error_file(message)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from megatron.core import parallel_state
-from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.base.dataclass_flags import ConfigError, problems_of
 from megatron.core.base.tolerate_broken_output import READER_ENDED, answers_failed
 from megatron.core.base.user_error_and_torchrun_error_file import is_user_error, write_error_file
 from megatron.core.parallel import collectives
@@ -62,10 +62,10 @@ def run_on_ranks(
     except (ValueError, OSError, ImportError, collectives.PeerError) as error:
         if isinstance(error, ValueError) and not is_user_error(error):
             raise
-        text = str(error)
+        problems = problems_of(error)
         if isinstance(error, OSError) and answers_failed():
-            text = f"standard output cannot be written: {error.strerror}"
-        message = f"{tool}: {'; '.join(line.strip() for line in text.splitlines())}"
+            problems = [f"standard output cannot be written: {error.strerror}"]
+        message = f"{tool}: {'; '.join(line.strip() for problem in problems for line in problem.splitlines())}"
         write_error_file(message)
         if parallel_state.launched_rank() == 0:
             print(message, file=sys.stderr)

@@ -37,6 +37,11 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def problems_of(error: Exception) -> list[str]:
+    """Return the problems that an error lists, such as ConfigError and CheckpointError, each complete in itself; else its message."""
+    return list(getattr(error, "problems", None) or [str(error)])
+
+
 def option(
     default: Any,
     help: str,

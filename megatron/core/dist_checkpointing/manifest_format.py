@@ -50,7 +50,10 @@ _MAX_COMPARED = 100_000  # pairs of boxes that are compared to name two that ove
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read: the file, what is wrong with it, what to do."""
+    """A checkpoint cannot be written or read: the file, what is wrong with it, what to do.
+
+    problems: one line for each thing that is wrong, with the file; the last says what to do, and how many more there are.
+    """
 
     def __init__(self, file: Path | str, wrong: str | list[str], advice: str):
         self.file = file
@@ -66,6 +69,9 @@ class CheckpointError(ValueError):
             lines = "".join(f"\n  {problem}" for problem in shown)
             message = f"{file}:{lines}\n{advice}"
         super().__init__(message)
+        self.problems = [f"{file}: {problem}" for problem in problems[:_MAX_SHOWN]]
+        more = f", and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        self.problems[-1] += f"{more}; {advice}"
 
 
 @dataclass(frozen=True)

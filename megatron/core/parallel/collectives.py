@@ -23,6 +23,7 @@ What each collective does on an axis of two ranks (| separates the ranks, n is t
 import contextlib
 import hashlib
 import itertools
+import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -155,7 +156,14 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class PeerError(RuntimeError):
-    """Another rank failed; the message is that rank's."""
+    """Another rank failed; the message is that rank's.
+
+    problems: those that the error of that rank lists; empty if it lists none.
+    """
+
+    def __init__(self, message: str = "", problems: Sequence[str] = ()):
+        super().__init__(message)
+        self.problems = list(problems)
 
 
 class LostPeerError(PeerError):
@@ -611,9 +619,12 @@ def raise_together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[N
         # raise its message on the ranks that have not failed
         if number:
             source = axis.size - number
-            text = broadcast_text(str(error), axis, device, source)
+            listed = getattr(error, "problems", [])
+            text = broadcast_text(json.dumps([str(error), listed]), axis, device, source)
             if error is None:
-                raise PeerError(f"rank {axis.ranks[source]}: {text}")
+                message, listed = json.loads(text)
+                peer = f"rank {axis.ranks[source]}"
+                raise PeerError(f"{peer}: {message}", [f"{peer}: {problem}" for problem in listed])
     if error is not None:
         raise error
 

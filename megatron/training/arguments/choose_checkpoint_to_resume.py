@@ -47,7 +47,7 @@ def where_to_start(config: CheckpointConfig) -> Start | None:
     try:
         return _choose(config)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.problems) from error
     except OSError as error:  # for example a folder of another user
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; check --load") from error
 

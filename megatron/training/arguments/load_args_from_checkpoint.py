@@ -22,6 +22,7 @@ from megatron.core.base.dataclass_flags import (
     field_of_action,
     flag_of,
     option_fields,
+    problems_of,
 )
 from megatron.core.dist_checkpointing.checkpoint_folder import find, read_manifest
 from megatron.core.dist_checkpointing.manifest_format import MANIFEST, CheckpointError, parse_manifest
@@ -204,7 +205,7 @@ def _saved_settings(root: Path, iterations: list[int]) -> tuple[dict[str, dict[s
                 f"{folder} contains no settings of a run, which --use-checkpoint-args needs; leave it out"
             )
         return config, iteration
-    raise ConfigError(str(problem))
+    raise ConfigError(problems_of(problem))
 
 
 def _wanted(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pretrain_t5
 import pytest
 import torch
+from local_ranks import run_ranks
 from processes import free_port
 from refusals import BASE, BERT_REFUSALS, MOCK, ONE_STACK, REAL, REFUSALS, T5_REFUSALS
 from said import tells, tells_each
@@ -15,11 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megatron.core import parallel_state
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.enums import ModelType
 from megatron.core.models.common.model_rules import BERT_RULES, GPT_RULES, T5_RULES
-from megatron.core.parallel.collectives import PeerError
+from megatron.core.parallel.collectives import PeerError, raise_together
 from megatron.training import pretrain
-from megatron.training.initialize import parse_and_check_settings, stop_with
+from megatron.training.initialize import as_config_error, parse_and_check_settings, stop_with
+from tools.errors import exit_status
 
 
 @pytest.fixture
@@ -272,3 +275,62 @@ def test_a_refusal_is_what_torchrun_shows_of_a_rank(of_another, monkeypatch, tmp
         stop_with(PeerError("rank 1: " + "; ".join(problems)) if of_another else ConfigError(problems))
     block = ChildFailedError("script", {0: ProcessFailure(0, 4711, 2, str(tmp_path / "error.json"))}).format_msg()
     assert "cannot start, " in block and all(problem in block for problem in problems)
+
+
+def counted(error: Exception, capsys) -> list[str]:
+    """The problems that a refused run lists; their number stands before them."""
+    with pytest.raises(SystemExit):
+        stop_with(error)
+    head, *items = capsys.readouterr().err.splitlines()
+    assert head == f"cannot start, {len(items)} problem(s):" and all(item.startswith("  - ") for item in items)
+    return [item.removeprefix("  - ") for item in items]
+
+
+@pytest.mark.parametrize("number", [1, 2, 10, 13])
+@pytest.mark.parametrize("by", ["a checkpoint", "another rank", "a tool"])
+def test_the_problems_of_a_checkpoint_are_counted_and_no_other_line(by: str, number: int, capsys):
+    """One line each, with the folder; the last says what to do."""
+    names = [f"lacks tensor {i}" for i in range(number)]
+    error = CheckpointError("/models/a", names, "fetch it again")
+
+    def refuse():
+        raise error
+
+    if by == "a tool":
+        assert exit_status("convert", refuse, "nothing was written") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        found = line.removeprefix("convert: ").split("; ")
+        assert found.pop() == "fetch it again"
+    else:
+        if by == "another rank":
+
+            def work(mesh):
+                with pytest.raises((CheckpointError, PeerError)) as refused, raise_together(mesh["world"]):
+                    if mesh["world"].rank == 1:
+                        refuse()
+                return refused.value
+
+            told, _ = run_ranks({"dp": 2}, work)
+        else:
+            with pytest.raises(ConfigError) as refused, as_config_error():
+                refuse()
+            told = refused.value
+        found = counted(told, capsys)
+        start = "rank 1: " if by == "another rank" else ""
+        assert found[-1].endswith("; fetch it again") and all(line.startswith(start) for line in found)
+        found = [line.removeprefix(start).removesuffix("; fetch it again") for line in found]
+    expected = [f"/models/a: {name}" for name in names[:10]]
+    if number > 10:
+        expected[-1] += f", and {number - 10} more"
+    assert found == expected
+
+
+def test_problems_of_settings_on_another_rank_are_counted(capsys):
+    def work(mesh):
+        with pytest.raises((ConfigError, PeerError)) as refused, raise_together(mesh["world"]):
+            if mesh["world"].rank == 1:
+                raise ConfigError(["--num-layers is 0", "--seed is -5"])
+        return refused.value
+
+    told, _ = run_ranks({"dp": 2}, work)
+    assert counted(told, capsys) == ["rank 1: --num-layers is 0", "rank 1: --seed is -5"]
