@@ -44,6 +44,14 @@ _DERIVED = set(
         "ffn_hidden_size",
         "kv_channels",
         "transformer_pipeline_model_parallel_size",
+        "iteration",
+        "curr_iteration",
+        "consumed_train_samples",
+        "skipped_train_samples",
+        "consumed_valid_samples",
+        "do_train",
+        "do_valid",
+        "do_test",
     ]
 )
 _FIRST_FLAGS = (

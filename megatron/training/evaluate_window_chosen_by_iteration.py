@@ -27,6 +27,16 @@ def first_sample_and_batches(number: int, num_batches: int, batch_size: int, set
     return number % windows * num_batches * batch_size, num_batches
 
 
+def validations_until(iteration: int, config: TrainingConfig) -> int:
+    """Return the number of validations after the iterations up to this one, if the run goes on after it."""
+    if not config.eval_interval:
+        return 0
+    count = iteration // config.eval_interval
+    if config.start_eval_at_iter is not None:  # those before it were left out
+        count = max(0, count - (config.start_eval_at_iter - 1) // config.eval_interval)
+    return count
+
+
 def first_sample_and_microbatches(
     evaluated: EvaluatedSet, iteration: int, config: TrainingConfig, batch_size: int, samples_at_once: int
 ) -> tuple[int, int]:
@@ -37,13 +47,9 @@ def first_sample_and_microbatches(
     if evaluated.is_whole:
         return 0, len(evaluated.samples) // samples_at_once
 
-    # count the validations before this one
     earlier = 0
-    if evaluated.split == "valid" and iteration and config.eval_interval:
-        earlier = (iteration - 1) // config.eval_interval
-        if config.start_eval_at_iter is not None:  # those before it were left out
-            earlier = max(0, earlier - (config.start_eval_at_iter - 1) // config.eval_interval)
-
+    if evaluated.split == "valid" and iteration:
+        earlier = validations_until(iteration - 1, config)
     first_sample, batches = first_sample_and_batches(earlier, config.eval_iters, batch_size, len(evaluated.samples))
     return first_sample, batches * (batch_size // samples_at_once)
 

@@ -555,6 +555,15 @@ def derived_settings(config: Config, mesh: Mesh, tokenizer: Tokenizer | None) ->
         "kv_channels": config.transformer.head_width,
         # Megatron's pipeline may have a stage without layers besides
         "transformer_pipeline_model_parallel_size": mesh["pp"].size,
+        # where the run is, and which splits it reads: `Trainer` keeps them up to date
+        "iteration": 0,
+        "curr_iteration": 0,
+        "consumed_train_samples": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "do_train": False,
+        "do_valid": False,
+        "do_test": False,
     }
 
 

@@ -44,7 +44,11 @@ from megatron.training.checkpointing.check_and_lock_save_folder import (
 )
 from megatron.training.checkpointing.save_manager import SaveManager
 from megatron.training.eval_tasks_during_training import EvalTasks
-from megatron.training.evaluate_window_chosen_by_iteration import evaluate, first_sample_and_microbatches
+from megatron.training.evaluate_window_chosen_by_iteration import (
+    evaluate,
+    first_sample_and_microbatches,
+    validations_until,
+)
 from megatron.training.fault_tolerance import hang_watch
 from megatron.training.fault_tolerance.exit_conditions import ExitConditions
 from megatron.training.global_vars import Runtime, is_last_rank, print_rank_0, print_rank_last
@@ -167,6 +171,12 @@ class Trainer:
                 steps = self.batch_sizes.steps(consumed, training.train_samples)
                 self.train_iters = self.state.iteration + steps
 
+            # tell the script where the run is, before it builds the data sets
+            self._tell_position()
+            args = vars(runtime.args)  # past the warning for a script that assigns to a setting
+            args["iteration"] = self.state.iteration
+            args["train_iters"] = args.get("train_iters") or self.train_iters  # of --train-samples
+
             # set the schedules, the guard and the log
             self._set_schedules()
             self.guard = Guard(runtime, self.pipeline, self.model, self.optimizer, self.state)
@@ -174,6 +184,7 @@ class Trainer:
 
         # build the data sets; how many samples they need follows from the checkpoint's state
         self.datasets = self._build_datasets(datasets_provider)
+        self._tell_data_sets()
         with collectives.raise_together(world, self.device), as_config_error():
             self.eval_tasks = EvalTasks(
                 training.eval_tasks,
@@ -190,6 +201,23 @@ class Trainer:
         # prepare for saving, last, since saves report their progress to the monitor
         rank_status.enter("getting ready")
         self.saves = SaveManager(runtime, self.model, self.optimizer, self.state, self.watch.note_progress)
+
+    def _tell_position(self) -> None:
+        """Write into the script's `args` what Megatron's `train` does. `args.iteration` stays that of the start."""
+        args = self.runtime.args
+        args.consumed_train_samples = self.state.consumed_train_samples
+        args.skipped_train_samples = self.state.skipped_train_samples
+
+    def _tell_data_sets(self) -> None:
+        """Write into the script's `args` which splits the run reads, and the samples of earlier validations."""
+        args = self.runtime.args
+        training = self.config.training
+        args.do_train = self.datasets["train"] is not None and (training.skip_train or self.train_iters > 0)
+        args.do_valid = bool(self.datasets["valid"])
+        args.do_test = bool(self.datasets["test"])
+        windows = [evaluated for evaluated in self.datasets["valid"] if not evaluated.is_whole]
+        validations = validations_until(self.state.iteration, training)
+        args.consumed_valid_samples = validations * len(windows) * training.eval_iters * self.eval_batch_size
 
     def _set_schedules(self) -> None:
         """Set learning rate and weight decay from this run's settings.
@@ -398,6 +426,8 @@ class Trainer:
         batch_size = self.batch_sizes.at(first)
         state.iteration += 1
         state.consumed_train_samples += batch_size
+        state.skipped_train_samples += batch_size
+        self._tell_position()
         print_rank_0(
             f"iteration {state.iteration} is left out, as --iterations-to-skip asks: samples {first} to {first + batch_size - 1}"
         )
@@ -413,6 +443,7 @@ class Trainer:
         batch_size = self.batch_sizes.at(state.consumed_train_samples)
         lr, decoupled_lr = self._rates()
         rank_status.begin_step(iteration)
+        self.runtime.args.curr_iteration = state.iteration  # Megatron counts the step under way from 0
         began = time.monotonic()
 
         # compute and update
@@ -440,6 +471,7 @@ class Trainer:
         state.consumed_train_samples += batch_size
         if not result.skipped:
             state.scheduled_train_samples += self._scheduled(batch_size)
+        self._tell_position()
 
         # report
         self._report(result, batch_size)
@@ -562,6 +594,9 @@ class Trainer:
                 num_microbatches=num_microbatches,
                 first_sample=first_sample,
                 has_empty_rows=evaluated.is_whole and evaluated.samples.has_empty_rows,
+            )
+            self.runtime.args.consumed_valid_samples += num_microbatches * self.config.eval_samples_at_once(
+                self.runtime.world_size
             )
             print_validation(evaluated.split, evaluated.name, self.state.iteration, losses, at_end=at_end)
             self.watch.report_validation(evaluated.name, losses, at_end=at_end)

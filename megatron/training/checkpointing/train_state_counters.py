@@ -18,6 +18,7 @@ class TrainState:
     # so the schedules keep their position. 0: not known yet, or the run has --train-samples.
     samples_per_iter: int = 0
     requested_train_samples: int = 0  # from the data set; its order may depend on this number
+    skipped_train_samples: int = 0  # of the consumed ones, those that --iterations-to-skip has left out
     # The parameters of the schedules of learning rate and weight decay.
     schedules: dict[str, dict[str, Any]] = field(default_factory=dict)
     guard: dict[str, dict[str, Any]] = field(default_factory=dict)  # what losses and gradients are compared with
@@ -42,6 +43,7 @@ class TrainState:
             int(saved.get("scheduled_train_samples", consumed)),
             int(saved.get("samples_per_iter", consumed // max(iteration, 1))),
             int(saved.get("requested_train_samples", 0)),
+            int(saved.get("skipped_train_samples", 0)),
             dict(saved.get("schedules", {})),
             dict(saved.get("guard", {})),
         )
