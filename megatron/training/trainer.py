@@ -672,9 +672,12 @@ class Trainer:
         Every rank must call.
         """
         # parameters
-        total = save_and_load_run_state.count_parameters(self.model, self.mesh, self.device)
+        counts = save_and_load_run_state.count_parameters(self.model, self.mesh, self.device)
+        share = ""
+        if counts.trainable != counts.total:
+            share = f", {counts.trainable:,} of them trainable ({100 * counts.trainable / counts.total:.4f}%)"
         training_to = "" if self.config.training.skip_train else f"; training to iteration {self.train_iters}"
-        print_rank_0(f"model of {total:,} parameters{training_to}")
+        print_rank_0(f"model of {counts.total:,} parameters{share}{training_to}")
 
         # communication over the data-parallel ranks
         config = self.config.data_parallel

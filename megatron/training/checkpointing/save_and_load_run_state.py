@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,14 +70,25 @@ _MODEL = "model/"
 _MASTER = "optimizer/master/"
 
 
-def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> int:
-    """Return the parameters of the whole model, each counted once. One all-reduce of a scalar; every rank must call."""
-    own_count = 0
-    for tensor in sharded_model_state(chunks, mesh).values():
+class ParameterCounts(NamedTuple):
+    """Numbers of elements of a model's parameters, each parameter counted once."""
+
+    total: int
+    trainable: int  # of those that require gradients, such as LoRA's adapters
+
+
+def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> ParameterCounts:
+    """Count the parameters of the whole model. One all-reduce of two numbers; every rank must call."""
+    trainable = {
+        f"model/{name}" for chunk in chunks for name, x in chunk.module.named_parameters() if x.requires_grad
+    }
+    own = ParameterCounts(0, 0)
+    for name, tensor in sharded_model_state(chunks, mesh).items():
         if tensor.is_writer:
-            own_count += sum(math.prod(size_of(global_box)) for global_box, _ in tensor.pieces)
-    total = collectives.all_reduce(torch.tensor([own_count], dtype=torch.int64, device=device), mesh["world"])
-    return int(total.item())
+            elements = sum(math.prod(size_of(global_box)) for global_box, _ in tensor.pieces)
+            own = ParameterCounts(own.total + elements, own.trainable + elements * (name in trainable))
+    sums = collectives.all_reduce(torch.tensor(own, dtype=torch.int64, device=device), mesh["world"])
+    return ParameterCounts(*sums.tolist())
 
 
 # ---------------------------------------------------------------- saving

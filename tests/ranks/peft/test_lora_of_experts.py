@@ -192,6 +192,38 @@ ALL = " --lora-rank 2"
 PARTS = " --lora-rank 2 --lora-target-modules experts.gate_proj=3 experts.up_proj linear_proj"
 
 
+@pytest.mark.parametrize("lora", [ALL, PARTS, ""], ids=["all", "parts", "all weights"])
+def test_the_log_says_how_many_parameters_are_trainable_in_every_layout(lora: str, mixture, capsys):
+    """Of one process: the adapters' elements, and with them those of the files of the base."""
+    base, flags = mixture
+    layouts = {
+        "alone": ({}, ""),
+        "zero 1": ({"dp": 2}, " --zero-stage 1"),
+        "tp": ({"tp": 2}, " --tensor-model-parallel-size 2"),
+        **LAYOUTS,
+    }
+    of_adapters = 0
+
+    def announce(mesh: Mesh, flags: str) -> int:
+        with trainer_of(FinetuneScript(flags), mesh, flags, predicts=False) as trainer:
+            trainer._announce()
+            modules = (chunk.module for chunk in trainer.model)
+            return sum(p.numel() for module in modules for name, p in module.named_parameters() if ".lora_" in name)
+
+    for name, (sizes, more) in layouts.items():
+        given = f"{flags}{lora}{more} --train-iters 3"
+        counts = run_ranks(sizes, partial(announce, flags=given))
+        if name == "alone":
+            (of_adapters,) = counts
+            assert bool(of_adapters) == bool(lora)
+        (said,) = {*re.findall(r"^model of (.*); training to iteration 3$", capsys.readouterr().out, re.M)}
+        total = of_adapters + sum(
+            x.size for file in base.glob("*.safetensors") for x in read_safetensors(file).values()
+        )
+        share = f", {of_adapters:,} of them trainable ({100 * of_adapters / total:.4f}%)" if lora else ""
+        assert said == f"{total:,} parameters{share}", name
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("lora", [ALL, PARTS], ids=["all", "parts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
