@@ -38,7 +38,7 @@ class ConfigError(ValueError):
 
 
 def problems_of(error: Exception) -> list[str]:
-    """Return the problems that an error lists, as ConfigError and CheckpointError do, each complete in itself; else its message."""
+    """Return the problems that an error lists, as ConfigError and CheckpointError do, each complete; else its message."""
     return list(getattr(error, "problems", None) or [str(error)])
 
 

@@ -182,8 +182,8 @@ def live_after_forward(mesh: Mesh, config: ModelConfig, folder: Path | None, set
     chunks, _, _ = build_chunks(
         mesh, replace(config), replace(layout, recompute=recompute_of(config)), offload_store=offload_store
     )
+    data = iter([*microbatches(BatchShape(2, m), 0, mesh)])  # not counted: a process keeps the samples that it has made
     with LiveBytes() as live:
-        data = microbatches(BatchShape(2, m), 0, mesh)
         loss = torch.stack([forward_step(data, chunks[0])[0].sum() for _ in range(m)])
         stage = layers_of(chunks[0]).activations
         layer = stage._last() if settled else None
