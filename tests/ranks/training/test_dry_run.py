@@ -1,6 +1,7 @@
 """A step with shapes only, in which the real code runs and nothing is computed."""
 
 import torch
+from torch.nn import functional
 
 from megatron.core.ops.attention.query_tiles import tiles_of
 from megatron.core.ops.decisions_overridable_for_memory_prediction import blocks_to_compute
@@ -22,3 +23,13 @@ def test_of_shapes_without_values_the_largest_block_stands_for_all():
         assert list(blocks_to_compute([1, 3, 2], abs)) == [3] and list(blocks_to_compute([], abs)) == []
         (only,) = tiles_of(torch.empty(96, 2050, 64), 128, 2**17)
     assert only.rows[1] == slice(1920, 2048) and only.columns == (slice(0, 1), slice(0, 2048))
+
+
+def test_grouped_products_have_shapes_in_every_dtype():
+    """torch's own has none on the meta device but in bfloat16."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        with META, ShapesOnly():
+            x, matrices = torch.ones(5, 8, dtype=dtype), torch.ones(3, 8, 16, dtype=dtype)
+            ends = torch.zeros(3, dtype=torch.int32)
+            y = functional.grouped_mm(x, matrices.transpose(1, 2).contiguous().transpose(1, 2), offs=ends)
+            assert y.shape == (5, 16) and y.dtype == dtype and y.is_meta
