@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import run_ranks
 from tiny_run import SEQ, TINY_LLAMA
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,6 +14,8 @@ from torch.nn import functional
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
@@ -272,6 +275,23 @@ def test_forced_balance_gives_each_expert_as_many_tokens_and_jitter_is_off_in_ev
     assert torch.equal(layer(x), first)  # draws are those of the samples
     layer.eval()
     assert not torch.equal(layer(x), first)
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_jitter_without_gradients_is_that_of_one_process(length: int):
+    """Ranks of tp that do not divide the rows route all of them, by equal draws."""
+    config = replace(TINY, moe_input_jitter_eps=0.5, moe_ffn_hidden_size=12)
+    x = torch.randn(length, 2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def work(mesh: Mesh) -> Tensor:
+        layer = ParallelMoE(config, 0, LayerContext.from_mesh(mesh, torch.float64, SampleDropoutKeys(3)))
+        initialize_parameters(layer, 1, mesh)
+        with torch.no_grad():
+            return layer(x)
+
+    (expected,) = run_ranks({}, work)
+    for got in run_ranks({"tp": 2}, work):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_an_expert_without_rows_has_gradients_of_zero():
