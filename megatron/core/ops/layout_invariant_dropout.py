@@ -127,27 +127,33 @@ class HiddenDropout(KeyedDropout):
 
     def words_for(self, x: Tensor) -> MaskWords:
         """Return the words of the mask of x [s, b, h]: lines [s, b, 2], columns [h]."""
+        return self.words_of_rows(x, self.rows)
+
+    def words_of_rows(self, x: Tensor, rows: SequenceShard) -> MaskWords:
+        """Return the words of the mask of x, which has these rows of each sample: lines [s, b, 2], columns [h]."""
         keys = self.keys_of_rows(x.shape[1], x.device)  # [b, 2]
-        parts = [numbered_keys(keys, start, stop - start) for start, stop in self.rows.ranges(x.shape[0])]
+        parts = [numbered_keys(keys, start, stop - start) for start, stop in rows.ranges(x.shape[0])]
         lines = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [b, s, 2]
         columns = column_words(x.shape[2], self.place_on(x.device))  # [h]
         return MaskWords(lines.transpose(0, 1), columns)
 
 
 class KeyedJitter(HiddenDropout):
-    """forward(x [s, b, h]) -> x times a draw from [1 - width, 1 + width] of each element: the same draws in every layout."""
+    """forward(x [s, b, h], rows) -> x times a draw from [1 - width, 1 + width] of each element: the same in every layout.
+
+    rows: those of each sample that x has; a router without gradients may have all of them.
+    """
 
     def __init__(self, width: float, keys: SampleDropoutKeys, site: str, layer: int, rows: SequenceShard):
         super().__init__(width, keys, site, layer, rows)
         self.width = width
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: SequenceShard) -> Tensor:
         if not self.is_active:
             return x
-        words = self.words_for(x)
-        draws = mixed(words.columns, words.lines.unsqueeze(-2)).to(
-            torch.promote_types(x.dtype, torch.float32)
-        )  # [-2^31, 2^31)
+        words = self.words_of_rows(x, rows)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        draws = mixed(words.columns, words.lines.unsqueeze(-2)).to(dtype)  # [-2^31, 2^31)
         return x * (1 + self.width * 2.0**-31 * draws).to(x.dtype)
 
 

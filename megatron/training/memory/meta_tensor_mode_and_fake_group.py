@@ -224,9 +224,23 @@ def _rms_norm(on_cpu: bool, x: Tensor, shape: Any, weight: Tensor | None = None,
     return _FusedRmsNorm.apply(x, weight, x.shape[: x.dim() - len(shape)])
 
 
+def _grouped_mm(on_cpu: bool, x: Tensor, matrices: Tensor, **options: Any) -> Tensor:
+    """Stand for the product of each expert's rows: x [rows, in], matrices [E, in, out] -> [rows, out].
+
+    On the meta device torch has it in bfloat16 alone. One product has the same shapes.
+    """
+    if x.dtype == torch.bfloat16 or matrices.dim() != 3 or x.dim() != 2:
+        return torch._grouped_mm(x, matrices, **options)
+    return x @ matrices[0]
+
+
 _DEVICE = Tensor.device.__get__
 _BACKWARDS: dict[Any, Callable] = {torch.autograd.backward: _backward, Tensor.backward: _backward}
-_KERNELS: dict[Any, Callable] = {functional.scaled_dot_product_attention: _attention, functional.rms_norm: _rms_norm}
+_KERNELS: dict[Any, Callable] = {
+    functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
+    torch._grouped_mm: _grouped_mm,  # what functional.grouped_mm calls
+}
 _ANSWERS: dict[Any, Callable] = {
     Tensor.item: _number,
     Tensor.__int__: _number,

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import run_ranks
 from tiny_run import SEQ, TINY_LLAMA
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
+from megatron.core.parallel.mesh import Mesh
+from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
@@ -35,7 +39,7 @@ BIAS = [0.0, 0.3, -0.2, 0.1]
 
 
 def a_layer(config: ModelConfig) -> ParallelMoE:
-    context = LayerContext.from_mesh(single_rank_mesh(), torch.float64, SampleDropoutKeys(3))
+    context = LayerContext.from_mesh(single_rank_mesh(), config.params_dtype, SampleDropoutKeys(3))
     context.aux_losses.num_layers = 1
     context.aux_losses.declare(*config.aux_loss_names)
     return ParallelMoE(config, 0, context)
@@ -137,7 +141,8 @@ def of_tokens(config: ModelConfig, training: bool = True) -> tuple[ParallelMoE, 
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
-    return layer, torch.randn(SEQ, 2, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(SEQ, 2, 16, generator=generator, dtype=torch.float64)
+    return layer, x.to(config.params_dtype).requires_grad_()
 
 
 def run(layer: ParallelMoE, x: Tensor) -> list[Tensor]:
@@ -146,13 +151,25 @@ def run(layer: ParallelMoE, x: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
 
-def test_both_dispatchers_and_both_kinds_of_products_compute_the_same():
+def test_both_dispatchers_compute_the_same():
     layer, x = of_tokens(TINY)
     expected = run(layer, x)
-    for options in ({"moe_token_dispatcher_type": "alltoall"}, {"moe_grouped_gemm": True}):
-        layer.settings = replace(TINY, **options)
-        for got, value in zip(run(layer, x), expected, strict=True):
-            torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
+    layer.settings = replace(TINY, moe_token_dispatcher_type="alltoall")
+    for got, value in zip(run(layer, x), expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
+
+
+def test_both_kinds_of_products_compute_the_same(monkeypatch: pytest.MonkeyPatch):
+    """In float32: torch has no grouped product of float64."""
+    single = replace(TINY, fp64=False)
+    expected = run(*of_tokens(single))
+    calls = []
+    grouped_mm = functional.grouped_mm
+    monkeypatch.setattr(functional, "grouped_mm", lambda *args, **more: calls.append(1) or grouped_mm(*args, **more))
+    got = run(*of_tokens(replace(single, moe_grouped_gemm=True)))
+    assert len(calls) == 4, "two linears, forward and backward"
+    for value, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_a_large_capacity_drops_nothing_and_a_small_one_returns_zeros_for_dropped_tokens():
@@ -258,6 +275,23 @@ def test_forced_balance_gives_each_expert_as_many_tokens_and_jitter_is_off_in_ev
     assert torch.equal(layer(x), first)  # draws are those of the samples
     layer.eval()
     assert not torch.equal(layer(x), first)
+
+
+@pytest.mark.parametrize("length", [5, 6])
+def test_jitter_without_gradients_is_that_of_one_process(length: int):
+    """Ranks of tp that do not divide the rows route all of them, by equal draws."""
+    config = replace(TINY, moe_input_jitter_eps=0.5, moe_ffn_hidden_size=12)
+    x = torch.randn(length, 2, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def work(mesh: Mesh) -> Tensor:
+        layer = ParallelMoE(config, 0, LayerContext.from_mesh(mesh, torch.float64, SampleDropoutKeys(3)))
+        initialize_parameters(layer, 1, mesh)
+        with torch.no_grad():
+            return layer(x)
+
+    (expected,) = run_ranks({}, work)
+    for got in run_ranks({"tp": 2}, work):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_an_expert_without_rows_has_gradients_of_zero():

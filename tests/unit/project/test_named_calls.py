@@ -86,7 +86,6 @@ FOREIGN = {
         "megatron/core/storage/fsspec_object_store.py": "errno strerror"
     },
     "torch's, which differ between versions": {
-        "megatron/core/transformer/moe/experts.py": "grouped_mm",
         "megatron/core/parallel/collectives.py": "all_gather_single reduce_scatter_single",
         "megatron/core/parallel/accelerator.py": "memory _record_memory_history",
         "megatron/deepspeed/comm.py": "all_gather_single reduce_scatter_single",

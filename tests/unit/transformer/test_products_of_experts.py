@@ -4,11 +4,12 @@ import random
 
 import pytest
 import torch
+from torch.nn import functional
 
 from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.tensor_parallel.linear_autograd import NATIVE_MATMUL
 from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
-from megatron.core.transformer.moe.experts import _GroupedProduct
+from megatron.core.transformer.moe.experts import _GroupedProduct, can_group
 
 COUNTS = [(37, 21, 0, 46, 5), (3, 0, 1), (0, 0, 0), (17, 33, 5, 1, 0), (0, 100, 7), (1,), (9, 16)]
 
@@ -51,6 +52,37 @@ def test_products_of_more_rows_write_each_experts_own(backend: MatmulBackend, dt
     tolerance = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
     for own, reference in zip(got, (expected.detach(), x.grad, weight.grad)):
         torch.testing.assert_close(own, reference, **tolerance)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_one_call_for_all_experts_has_the_products_of_each(counts: tuple, monkeypatch: pytest.MonkeyPatch):
+    """A call that fails would look like a missing kernel, and experts would be multiplied one by one in silence."""
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), 24, requires_grad=True)
+    weight = torch.randn(len(counts), 2, 6, 24, requires_grad=True)
+    assert can_group(x, weight) == (sum(counts) > 0)
+    calls = []
+    grouped_mm = functional.grouped_mm
+    monkeypatch.setattr(functional, "grouped_mm", lambda *args, **more: calls.append(1) or grouped_mm(*args, **more))
+    results = []
+    for grouped in (True, False):
+        y = _GroupedProduct.apply(x, weight, counts, WeightGradStore(), NATIVE_MATMUL, grouped)
+        results.append([y, *torch.autograd.grad(y, [x, weight], torch.full_like(y, 0.5))])
+        assert len(calls) == 2, "the forward and the gradient of x"
+    for one_call, one_by_one in zip(*results, strict=True):
+        torch.testing.assert_close(one_call, one_by_one, rtol=1e-5, atol=1e-5)
+
+
+def test_one_call_is_for_dtypes_widths_and_devices_that_have_it():
+    """On a CPU torch loops over the experts in half precision too, without `rows_of_product`."""
+    x, weight = torch.ones(4, 8), torch.ones(2, 1, 12, 8)
+    assert can_group(x, weight) and can_group(x, weight.unflatten(2, (3, 4)))
+    assert not can_group(x, torch.ones(2, 1, 5, 8)), "rows of 20 bytes"
+    assert not can_group(torch.ones(4, 6), torch.ones(2, 1, 12, 6)), "rows of 24 bytes"
+    assert not can_group(x, weight.bfloat16())
+    for dtype in (torch.float64, torch.bfloat16):
+        assert not can_group(x.to(dtype), weight.to(dtype))
+    assert not can_group(x.to("meta"), weight.to("meta"))
 
 
 def test_products_have_few_numbers_of_rows_where_others_lie_behind_them():

@@ -161,7 +161,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
         ctx.rest = counts, store, matmul, grouped
         if grouped:
-            return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), ends_of(counts, x.device))
+            return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), counts)
         y = x.new_empty((len(x), weight[0].numel() // weight.shape[-1]))  # [rows, out]
         _write_products(matmul.write_forward, y, x, weight, counts, matmul)
         return y
@@ -177,7 +177,7 @@ class _GroupedProduct(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         if needs_dgrad and grouped:
-            grad_x = grouped_mm(grad.contiguous(), weight.flatten(1, -2), ends_of(counts, grad.device))
+            grad_x = grouped_mm(grad.contiguous(), weight.flatten(1, -2), counts)
         elif needs_dgrad:
             grad_x = grad.new_empty((len(grad), weight.shape[-1]))  # [rows, in]
             _write_products(matmul.write_dgrad, grad_x, grad, weight, counts, matmul)
@@ -213,13 +213,10 @@ def _write_products(
         start += rows
 
 
-# torch.nn.functional.grouped_mm since 2.10; earlier releases have none that is public
-grouped_mm = getattr(functional, "grouped_mm", None)
-
-
-def ends_of(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the end of each expert's rows: int32 [E]."""
-    return torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+def grouped_mm(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return x @ matrices[e] for the rows of each expert e. x: [rows, in], matrices: [E, in, out] -> [rows, out]"""
+    ends = torch.tensor(counts, dtype=torch.int32, device=x.device).cumsum(0, dtype=torch.int32)  # [E]
+    return functional.grouped_mm(x, matrices, offs=ends)
 
 
 def can_group(x: Tensor, weight: Tensor) -> bool:
@@ -227,27 +224,33 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
 
     Its kernels take no float64, and rows whose bytes are a multiple of 16.
     """
-    if grouped_mm is None:
-        return False
     if is_half_precision_on_cpu(x.dtype, x.device):  # it loops over the experts there, without `rows_of_product`
+        return False
+    if len(x) == 0:
         return False
     widths = x.shape[-1], weight[0].numel() // weight.shape[-1]
     return (
         x.dtype == weight.dtype
-        and _has_kernel(x.device, x.dtype)
+        and _has_grouped_mm(x.device, x.dtype)
         and all(width * x.element_size() % 16 == 0 for width in widths)
     )
 
 
 @cache
-def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a small grouped product runs, found by trying, once per process."""
+def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a small grouped product runs and is right, found by trying, once per process.
+
+    Only what torch raises for a dtype or device that it does not support is no: a call that does not fit its signature
+    is an error of ours, which must not look like a missing kernel.
+    """
+    counts = (4, 12)
     with torch._C.DisableTorchFunction():
         ones = torch.ones((16, 16), dtype=dtype, device=device)
+        matrices = ones.expand(2, 16, 16).contiguous()
         try:
-            product = grouped_mm(ones, ones.expand(2, 16, 16).contiguous(), ends_of((4, 12), device))
-            return bool((product == 16).all())
-        except (RuntimeError, TypeError):  # also where tensors have no values
+            products = grouped_mm(ones, matrices, counts), grouped_mm(ones, matrices.transpose(1, 2), counts)
+            return all(bool((product == 16).all()) for product in products)
+        except RuntimeError:
             return False
 
 

@@ -74,7 +74,6 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         self.replay: Any = None  # a `RouteReplay`
         self.forget_counts()
 
-        # ranks of tp have other tokens in training
         width = config.moe_input_jitter_eps or 0.0
         self.jitter = KeyedJitter(width, context.keys, "router jitter", layer, context.divided_rows)
 
@@ -87,7 +86,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     def forward(self, x: Tensor, rows: SequenceShard) -> Routing:
         config = self.settings
         choices = self.context.keys.choices
-        logits = self.logits(self.jitter(x))
+        logits = self.logits(self.jitter(x, rows))
         ids = choices.of(lambda: self.choose(logits, rows))
         function, pre_softmax = config.router_weights
         weights = moe_utils.weights_of(

@@ -85,13 +85,15 @@ class AllToAllDispatcher(TokenDispatcher):
         # how many rows go where; each goes to all ranks that have a part of its expert
         counts = counts.view(-1, self.local)  # [ep, local]
         arriving = collectives.start_all_to_all(counts.repeat_interleave(parts, 0), everyone)  # [ranks, local]
-        self.shares = row_counts(counts.sum(1), ids.numel())  # rows to each rank of ep
+        rows_of_rank = row_counts(counts, ids.numel())  # [ep][local]
+        self.own_counts = rows_of_rank[self.ranks.ep.rank]
+        self.shares = [sum(rows) for rows in rows_of_rank]  # rows to each rank of ep
         start = sum(self.shares[: self.ranks.ep.rank])
         stop = start + self.shares[self.ranks.ep.rank]
         self.order = order[: sum(self.shares)]
         others, self.own = TokensToRows.apply(tokens, self.order, self.place, (start, stop))
         self.received = row_counts(arriving.wait(), ids.numel() * parts)  # [ranks][local]
-        self.own_counts, self.received[everyone.rank] = self.received[everyone.rank], [0] * self.local
+        self.received[everyone.rank] = [0] * self.local  # a rank's own rows do not travel
         self.received_of_rank = [sum(of_rank) for of_rank in self.received]
         self.sent = [n for n in self.shares for _ in range(parts)]
         self.sent[everyone.rank] = 0
