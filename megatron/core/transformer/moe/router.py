@@ -205,7 +205,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         """Return which choices the experts keep: bool [s, b, K]. Of each whole sample, by the capacity for it."""
         config = self.settings
         whole, positions = self.whole_samples([ids, weights], rows)
-        capacity = moe_utils.capacity_of(len(whole[0]), self.topk, self.num_experts, config.capacity_factor)
+        capacity = moe_utils.get_capacity(len(whole[0]) * self.topk, self.num_experts, config.capacity_factor)
         return moe_utils.kept_tokens(*whole, self.num_experts, capacity, config.moe_token_drop_policy)[positions]
 
     @torch.no_grad()
