@@ -4,15 +4,16 @@
     iter_0000100/mp_rank_00/model_optim_rng.pt     classic: a file for each tensor- and pipeline-parallel rank
     iter_0000100/mp_rank_01_003/...                tensor-parallel rank 1, stage 3; or with expert parallelism and one
                                                    stage, expert-parallel rank 3
-    iter_0000100/mp_rank_01_003_005/...            tensor-parallel rank 1, stage 3, expert-parallel rank 5
+    iter_0000100/mp_rank_01_003_005/...            tensor-parallel rank 1, stage 3, expert-parallel rank 5; not each pair of
+                                                   the first and the last, if fewer ranks share an expert
     iter_0000100/.metadata, __0_0.distcp, ...      torch_dist, of all ranks; common.pt or metadata.json beside them
 
 Only names that a folder lists are opened, and no link that leads out of it.
 """
 
 import re
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Collection, Mapping
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -99,10 +100,9 @@ class MegatronRank(NamedTuple):
 
 
 def rank_files(path: Path) -> dict[MegatronRank, str]:
-    """Return the file of each rank, relative to `path`.
+    """Return the file of each rank that has one, relative to `path`; the first rank has one.
 
-    A second number of two is taken for the stage; `with_expert_ranks` tells what it is. Raises CheckpointError if a
-    file is missing.
+    A second number of two is taken for the stage; `with_expert_ranks` tells what it is. Raises CheckpointError.
     """
     files: dict[MegatronRank, str] = {}
     for name in backend_of(path).names(path):
@@ -114,16 +114,8 @@ def rank_files(path: Path) -> dict[MegatronRank, str]:
             raise CheckpointError(path / name, f"holds none of {', '.join(_FILES)}", FETCH_AGAIN)
         path_inside(path, f"{name}/{file}")
         files[MegatronRank(int(rank[1]), int(rank[2] or 0), int(rank[3] or 0))] = f"{name}/{file}"
-    tp, pp, ep = (1 + max(key[axis] for key in files) for axis in range(3))
-    for key in product(range(tp), range(pp), range(ep)):
-        if key not in files:
-            of_experts = f", {ep} expert-parallel ranks" if ep > 1 else ""
-            expert = f", expert-parallel rank {key[2]}" if ep > 1 else ""
-            wrong = (
-                f"has files of {tp} tensor-parallel ranks and {pp} stages{of_experts}, and none of rank {key[0]}, stage "
-                f"{key[1]}{expert}"
-            )
-            raise CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
+    if MegatronRank(0, 0) not in files:
+        raise _lacking(path, files, MegatronRank(0, 0))
     return files
 
 
@@ -134,6 +126,52 @@ def with_expert_ranks(files: Mapping[MegatronRank, str], args: Mapping[str, Any]
     if type(experts) is not int or experts < 2 or stages != 1 or any(rank.expert for rank in files):
         return dict(files)
     return {MegatronRank(rank.tensor, 0, rank.stage): file for rank, file in files.items()}
+
+
+def expert_tensor_size(ranks: Collection[MegatronRank], args: Mapping[str, Any]) -> int:
+    """Return how many ranks share each expert: as many as share the other layers, or fewer, which divide those.
+
+    Of t tensor-parallel ranks and s that share an expert, rank i has part i % s of an expert.
+    """
+    tp = 1 + max(rank.tensor for rank in ranks)
+    size = args.get("expert_tensor_parallel_size")
+    is_smaller = args.get("num_experts") and type(size) is int and 0 < size < tp and tp % size == 0
+    return size if is_smaller else tp
+
+
+def check_all_ranks(path: Path, files: Mapping[MegatronRank, str], args: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a rank's file is missing. files: of `with_expert_ranks`.
+
+    Where fewer ranks share an expert than share the other layers, a rank of both kinds may have no file: of 2
+    tensor-parallel ranks and 2 that have other experts, whole, mp_rank_00_000 and mp_rank_01_001 are all.
+    """
+    tp, pp, ep = (1 + max(key[axis] for key in files) for axis in range(3))
+    size = expert_tensor_size(files, args)
+    if size < tp:
+        dense = {(rank.tensor, rank.stage) for rank in files}
+        experts = {(rank.tensor % size, rank.stage, rank.expert) for rank in files}
+        lacking_dense = (("tensor", rank) for rank in product(range(tp), range(pp)) if rank not in dense)
+        lacking_experts = (
+            ("expert", rank[2:0:-1]) for rank in product(range(size), range(pp), range(ep)) if rank not in experts
+        )
+        for kind, (number, stage) in chain(lacking_dense, lacking_experts):
+            wrong = f"has no file of {kind}-parallel rank {number}, stage {stage}, of {tp} tensor- and {ep} expert-parallel ranks"
+            raise CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
+        return
+    for key in product(range(tp), range(pp), range(ep)):
+        if key not in files:
+            raise _lacking(path, files, MegatronRank(*key))
+
+
+def _lacking(path: Path, files: Collection[MegatronRank], rank: MegatronRank) -> CheckpointError:
+    tp, pp, ep = (1 + max(key[axis] for key in files) for axis in range(3))
+    of_experts = f", {ep} expert-parallel ranks" if ep > 1 else ""
+    expert = f", expert-parallel rank {rank.expert}" if ep > 1 else ""
+    wrong = (
+        f"has files of {tp} tensor-parallel ranks and {pp} stages{of_experts}, and none of rank {rank.tensor}, stage "
+        f"{rank.stage}{expert}"
+    )
+    return CheckpointError(path, wrong, "fetch the folder again, with the files of all ranks")
 
 
 # ---------------------------------------------------------------- folders that are not read

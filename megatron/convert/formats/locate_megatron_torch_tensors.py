@@ -7,14 +7,19 @@ order of chunks, and within a chunk in order of stages.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron.convert.families.config_fields import ModelSettings
 from megatron.convert.families.hf_family_fields_and_param_mappings import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.convert.families.strided_views_of_hf_weights import HeadCounts
-from megatron.convert.formats.find_megatron_folder import MegatronRank, rank_files, with_expert_ranks
+from megatron.convert.formats.find_megatron_folder import (
+    MegatronRank,
+    check_all_ranks,
+    expert_tensor_size,
+    rank_files,
+    with_expert_ranks,
+)
 from megatron.convert.formats.hf_config_and_safetensors_headers import are_equal
 from megatron.convert.formats.megatron_param_names_and_shard_joins import (
     TIED_COPY,
@@ -99,10 +104,13 @@ def read_classic(path: Path) -> MegatronModel:
 def _rank_files(path: Path) -> dict[MegatronRank, str]:
     """Return the file of each rank, relative to the folder of an iteration."""
     files = rank_files(path)
-    if {rank.stage for rank in files} == {0}:
+    if len(files) == 1:
         return files
     name = files[_FIRST]
-    return with_expert_ranks(files, plain_args_from_pickle(_values_of(read_torch_file(path / name, name)).get("args")))
+    args = plain_args_from_pickle(_values_of(read_torch_file(path / name, name)).get("args"))
+    files = with_expert_ranks(files, args)
+    check_all_ranks(path, files, args)
+    return files
 
 
 def _values_of(file: TorchFile) -> dict[str, Any]:
@@ -149,7 +157,7 @@ def _check_sizes(path: Path, files: Mapping[MegatronRank, str], args: Mapping[st
             )
     expert_tp = args.get("expert_tensor_parallel_size")
     tp = 1 + max(rank.tensor for rank in files)
-    if args.get("num_experts") and type(expert_tp) is int and expert_tp != tp:
+    if args.get("num_experts") and type(expert_tp) is int and expert_tp != expert_tensor_size(files, args):
         raise CheckpointError(
             path,
             f"has experts over {expert_tp} expert-tensor-parallel ranks, and {tp} tensor-parallel ranks",
@@ -217,7 +225,8 @@ def _joined(
     version: float,
 ) -> MegatronModel:
     """Join the ranks' shards to one model. Raises CheckpointError with all that does not fit."""
-    shards, expert_shards, problems = _shards_by_name(ranks, settings["num_layers"])
+    expert_tp = expert_tensor_size(ranks, args)
+    shards, expert_shards, problems = _shards_by_name(ranks, settings["num_layers"], expert_tp)
     heads = head_counts(settings)
     is_gated = bool(settings.get("swiglu") or settings.get("gated"))
     is_tied = not settings["untie_embeddings_and_output_weights"]
@@ -233,7 +242,7 @@ def _joined(
             parts[name] = _join_shards(path, name_with_i, tensors, heads, version, is_gated)
         except (ValueError, IndexError) as error:
             problems.append(f"{name!r:.90}: {error}")
-    sizes = (1 + max(rank.tensor for rank in ranks), 1 + max(rank.expert for rank in ranks))
+    sizes = (expert_tp, 1 + max(rank.expert for rank in ranks))
     for (name_with_i, layer), found in expert_shards.items():
         name = name_with_i.replace("{i}", str(layer))
         try:
@@ -250,10 +259,19 @@ _Key = tuple[str, int | None]
 
 
 def _shards_by_name(
-    ranks: Mapping[MegatronRank, RankChunks], num_layers: int
+    ranks: Mapping[MegatronRank, RankChunks], num_layers: int, expert_tp: int
 ) -> tuple[dict[_Key, list[TensorInFile]], dict[_Key, list[ExpertShard]], list[str]]:
-    """Return the shards of each parameter, by tensor-parallel rank, the shards of experts, and the problems."""
-    tp, pp, ep = (1 + max(key[axis] for key in ranks) for axis in range(3))
+    """Return the shards of each parameter, by tensor-parallel rank, the shards of experts, and the problems.
+
+    expert_tp: how many ranks share each expert.
+    """
+    tp, pp, _ = (1 + max(key[axis] for key in ranks) for axis in range(3))
+    # of several ranks with copies the first
+    of_tensor_rank: dict[tuple[int, int], MegatronRank] = {}
+    of_experts: dict[tuple[int, int, int], MegatronRank] = {}
+    for rank in sorted(ranks, key=lambda rank: (rank.stage, rank.expert, rank.tensor)):
+        of_tensor_rank.setdefault((rank.tensor, rank.stage), rank)
+        of_experts.setdefault((rank.tensor % expert_tp, rank.stage, rank.expert), rank)
     shards: dict[_Key, list[TensorInFile]] = {}
     expert_shards: dict[_Key, list[ExpertShard]] = {}
     problems = []
@@ -261,17 +279,19 @@ def _shards_by_name(
     for chunk in range(len(ranks[_FIRST])):
         for stage in range(pp):
             layers_here = 0
-            for tensor_rank, expert_rank in product(range(tp), range(ep)):
-                for megatron_name, tensor in ranks[MegatronRank(tensor_rank, stage, expert_rank)][chunk].items():
+            for rank in sorted(rank for rank in ranks if rank.stage == stage):
+                part = (rank.tensor % expert_tp, stage, rank.expert)
+                for megatron_name, tensor in ranks[rank][chunk].items():
                     place = map_param_name(megatron_name)
                     layer = place.layer
                     if layer is not None:
                         layers_here = max(layers_here, layer + 1)
                         layer += first_layer
                     if is_of_experts(place.name):
-                        shard = ExpertShard(place, tensor, tensor_rank, expert_rank)
-                        expert_shards.setdefault((place.name, layer), []).append(shard)
-                    elif expert_rank == 0:  # the other ranks have copies
+                        if of_experts[part] == rank:
+                            shard = ExpertShard(place, tensor, part[0], rank.expert)
+                            expert_shards.setdefault((place.name, layer), []).append(shard)
+                    elif of_tensor_rank[rank.tensor, stage] == rank:
                         shards.setdefault((place.name, layer), []).append(tensor)
             first_layer += layers_here
     if first_layer != num_layers:

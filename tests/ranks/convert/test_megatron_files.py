@@ -32,6 +32,8 @@ FILES = {
     "experts one by one": ("qwen2_moe", {"tp": 2, "pp": 3, "ep": 2}),
     "experts numbered, one stage": ("qwen2_moe", {"ep": 4, "layout": "numbered", "fused_norms": True}),
     "experts grouped": ("qwen2_moe", {"tp": 2, "ep": 2, "layout": "grouped"}),
+    "whole experts beside two tensor ranks": ("qwen2_moe", {"tp": 2, "ep": 4, "etp": 1}),
+    "halves of experts beside four": ("qwen2_moe", {"tp": 4, "ep": 2, "etp": 2, "pp": 3, "layout": "grouped"}),
 }
 
 # (case, options of `write_dist`): torch_dist, with layers stacked or apart, and arguments in a file or in an object of the folder.
@@ -124,6 +126,19 @@ def test_the_biases_that_balance_experts_are_read(tmp_path: Path):
     megatron_files.write(tmp_path / "torn", "qwen2_moe", ep=2, change=torn, **options)
     with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.linear_fc1.*has experts \[0\], not 0 to 1"):
         open_any(tmp_path / "torn")
+
+
+@pytest.mark.full
+def test_a_missing_rank_of_whole_experts_is_told(tmp_path: Path):
+    """Of 2 tensor-parallel ranks beside 4 with whole experts no rank of both kinds is doubled, so each must be there."""
+    folder = megatron_files.write(tmp_path, "qwen2_moe", tp=2, ep=4, etp=1)
+    assert {path.name for path in folder.iterdir()} == {f"mp_rank_{e % 2:02d}_{e:03d}" for e in range(4)}
+    (folder / "mp_rank_00_002").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError, match="no file of expert-parallel rank 2, stage 0, of 2 tensor- and 4"):
+        open_any(tmp_path)
+    (folder / "mp_rank_01_003").rename(tmp_path / "away too")
+    with pytest.raises(CheckpointError, match="4 expert-parallel ranks, as args say, and has 2"):
+        open_any(tmp_path)
 
 
 REST = "--mock-data --tokenizer-type NullTokenizer --vocab-size 25 --micro-batch-size 1 --lr 0.1 --eval-iters 0 --device cpu"

@@ -237,7 +237,7 @@ def test_sinkhorn_divides_a_microbatch_evenly_in_training_alone(k: int):
     with torch.no_grad():
         layer.router.weight[0] += 10 * x.mean((0, 1))  # an expert that many tokens like
     rows = layer.rows_of(x)[1]
-    logits = layer.router.logits(x)
+    logits = layer.router.gating(x)
     replay = RouteReplay([layer])
     with replay.recording():
         expected = run(layer, x)

@@ -128,11 +128,11 @@ def llama_layer(x: dict[str, Tensor], i: int, rank: int, tp: int, fused_norms: b
 
 
 def experts_of_layer(
-    x: dict[str, Tensor], i: int, rank: int, tp: int, experts: range, layout: str
+    x: dict[str, Tensor], i: int, rank: int, tp: int, experts: range, layout: str, etp: int | None = None
 ) -> dict[str, Tensor]:
     """The router, the shared expert and these experts of a layer of qwen2_moe; {} for a layer without.
 
-    layout: "local_experts", "numbered", "grouped", or "stacked" as torch_dist has them.
+    layout: "local_experts", "numbered", "grouped", or "stacked" as torch_dist has them. etp: ranks that share an expert.
     """
     at = f"model.layers.{i}.mlp."
     gate, up, down = ("gate_proj", "up_proj", "down_proj")
@@ -147,8 +147,10 @@ def experts_of_layer(
         found["mlp.shared_experts.linear_fc1.weight"] = gated_part(*shared, rank, tp)
         found["mlp.shared_experts.linear_fc2.weight"] = part(x[f"{at}shared_expert.{down}.weight"], rank, tp, 1)
         found["mlp.shared_experts.gate_weight"] = x[f"{at}shared_expert_gate.weight"]
-    ups = [gated_part(*(x[f"{at}experts.{e}.{name}.weight"] for name in (gate, up)), rank, tp) for e in experts]
-    downs = [part(x[f"{at}experts.{e}.{down}.weight"], rank, tp, 1) for e in experts]
+    etp = etp or tp
+    mine = rank % etp
+    ups = [gated_part(*(x[f"{at}experts.{e}.{name}.weight"] for name in (gate, up)), mine, etp) for e in experts]
+    downs = [part(x[f"{at}experts.{e}.{down}.weight"], mine, etp, 1) for e in experts]
     for module, matrices in {"linear_fc1": ups, "linear_fc2": downs}.items():
         if layout == "stacked":
             found[f"mlp.experts.experts.{module}.weight"] = torch.stack(matrices)
@@ -196,10 +198,11 @@ def llama_chunk(
     fused_norms: bool,
     experts: range = range(0),
     layout: str = "",
+    etp: int | None = None,
 ) -> dict:
     found: dict[str, Any] = {}
     for local, i in enumerate(layers):
-        mine = llama_layer(x, i, rank, tp, fused_norms) | experts_of_layer(x, i, rank, tp, experts, layout)
+        mine = llama_layer(x, i, rank, tp, fused_norms) | experts_of_layer(x, i, rank, tp, experts, layout, etp)
         found |= {f"decoder.layers.{local}.{name}": t for name, t in mine.items()}
         found[f"decoder.layers.{local}.mlp.linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     table = x["model.embed_tokens.weight"]
@@ -231,20 +234,30 @@ def write(
     zipped: bool = True,
     fused_norms: bool = False,
     ep: int = 1,
+    etp: int | None = None,
     layout: str = "local_experts",
     **more: Any,
 ) -> Path:
     """The folder of a run; returns that of its iteration. age: the stack's name in old files. change: of a rank's values.
 
-    ep, layout: of a case with four experts, how many ranks divide them and how their tensors are named.
+    ep, etp, layout: of a case with four experts, how many ranks divide them, how many share one (default: tp), and how their
+    tensors are named. If fewer than tp share one, a run has files of these ranks: r % tp with r // etp % ep.
     """
     if ep > 1:
         more |= {"expert_model_parallel_size": ep}
+    if etp is not None:
+        more |= {"expert_tensor_parallel_size": etp}
     for expert_rank in range(ep):
         experts = range(expert_rank * 4 // ep, (expert_rank + 1) * 4 // ep)
         suffix = f"_{expert_rank:03d}" if ep > 1 else ""
         _write_ranks(
-            root, case, tp, pp, vpp, version, age, change, zipped, fused_norms, (experts, layout, suffix), **more
+            *(root, case, tp, pp, vpp, version, age, change, zipped, fused_norms),
+            *(
+                (experts, layout, suffix),
+                etp,
+                {r % tp for r in range(max(tp, ep * (etp or tp))) if r // (etp or tp) % ep == expert_rank},
+            ),
+            **more,
         )
     (root / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return root / f"iter_{ITERATION:07d}"
@@ -262,13 +275,15 @@ def _write_ranks(
     zipped: bool,
     fused_norms: bool,
     of_experts: tuple[range, str, str],
+    etp: int | None,
+    tensor_ranks: set[int],
     **more: Any,
 ) -> None:
     """The files of one expert-parallel rank."""
     experts, layout, suffix = of_experts
     folder, x = root / f"iter_{ITERATION:07d}", tensors_of(case)
     ranges = split(3, pp * vpp)
-    for rank in range(tp):
+    for rank in sorted(tensor_ranks):
         for stage in range(pp):
             sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
             values: dict[str, Any] = {
@@ -284,7 +299,7 @@ def _write_ranks(
                 if case == "gpt2":
                     made = gpt2_chunk(x, ranges[number], rank, tp, version, ends, age)
                 else:
-                    made = llama_chunk(x, ranges[number], rank, tp, ends, fused_norms, experts, layout)
+                    made = llama_chunk(x, ranges[number], rank, tp, ends, fused_norms, experts, layout, etp)
                 values[f"model{chunk}" if vpp > 1 else "model"] = made
             values["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
             change(rank, stage, values)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.token_dispatcher import in_chunks
+from megatron.core.transformer.moe.token_dispatcher import transpose_chunks
 
 Z = torch.tensor([[2, 1, 0, -1], [0, 0.5, 1, -0.5], [1, -1, 2, 0], [-1, 0, 1, 3]], dtype=torch.float64)
 BIAS = torch.tensor([0, 0.3, -0.2, 0.1], dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_the_bias_moves_by_the_sign_of_the_difference_to_the_mean():
 def test_capacity():
     ids = moe_utils.choose_experts(Z, 2).unsqueeze(1)  # [4, 1, 2]
     weights = moe_utils.weights_of(Z.unsqueeze(1), ids)
-    assert moe_utils.capacity_of(4, 2, 4, 0.5) == 1
+    assert moe_utils.get_capacity(4 * 2, 4, 0.5) == 1
     for policy, rows in {"probs": [0, 1, 2, 3], "position": [0, 0, 1, 3]}.items():
         kept = moe_utils.kept_tokens(ids, weights, 4, 1, policy)
         of_expert = [[token for token in range(4) if (kept & (ids == e))[token].any()] for e in range(4)]
@@ -161,9 +161,9 @@ def test_experts_in_turn_have_equal_numbers_of_tokens():
 )
 def test_chunks_of_ranks_become_chunks_of_experts_and_go_back(received: list, expected: list):
     rows = torch.arange(sum(map(sum, received))).unsqueeze(1)  # [rows, 1]
-    by_expert = in_chunks(rows, received)
+    by_expert = transpose_chunks(rows, received)
     assert by_expert.flatten().tolist() == expected
-    assert (in_chunks(by_expert, list(zip(*received))) == rows).all()
+    assert (transpose_chunks(by_expert, list(zip(*received))) == rows).all()
 
 
 def test_rows_by_expert_and_back():

@@ -85,7 +85,7 @@ class GroupedLinear(StackedLinear):
             return y
         biases = self.bias.flatten(1).unbind()  # [out] each
         if not adds_bias:
-            biases = [bias * 0 for bias in biases]
+            biases = [bias * 0 for bias in biases]  # a gradient of zeros: every rank of etp adds one to their sum
         return y + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, counts, strict=True)])
 
     def product(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -194,23 +194,25 @@ def _write_products(
 ) -> None:
     """Write the product of each expert's rows with its matrix. x: [rows, ..], out: [rows, ..], weight: [E, .., in]
 
-    A product may have more rows than its expert (`rows_of_product`). They are those of the experts behind it, which are
-    written after it; behind the last ones there are none, so the rows before them are taken, and only theirs are kept.
+    `rows_of_product` may ask for more rows than an expert has. They are those of the experts behind it, whose own products
+    overwrite them; behind the last experts there are none, so the last rows of all are taken, and only the expert's are kept.
     """
     start = 0
-    for rows, own, into, matrix in zip(counts, x.split(counts), out.split(counts), _matrices(weight)):
+    for rows, matrix in zip(counts, _matrices(weight)):
+        stop = start + rows
         size = matmul.rows_of_product(rows, x)
-        if size == rows or size > len(x):
-            if rows:
-                write(into, own, matrix, None)
-        elif start + size <= len(x):
+        if size > len(x):
+            size = rows
+        if rows == 0:
+            continue
+        if start + size <= len(x):
             write(out[start : start + size], x[start : start + size], matrix, None)
         else:
-            product = out.new_empty((size, out.shape[1]))  # of the last rows
+            product = out.new_empty((size, out.shape[1]))  # of the last `size` rows
             write(product, x[-size:], matrix, None)
-            first = start - (len(x) - size)
-            into.copy_(product[first : first + rows])
-        start += rows
+            first = start - (len(x) - size)  # the expert's first row among them
+            out[start:stop].copy_(product[first : first + rows])
+        start = stop
 
 
 def grouped_mm(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:

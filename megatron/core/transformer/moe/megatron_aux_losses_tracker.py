@@ -131,15 +131,16 @@ def track_moe_metrics(
         mean = values.sum() / _number_of_layers(len(values), num_layers, moe_layer_freq, mtp_num_layers)
         if total_loss_dict is not None:
             total_loss_dict[name] = total_loss_dict[name] + mean if name in total_loss_dict else mean
-        by_layer = {f"moe/{name}_layer_{i}": value for i, value in enumerate(values.tolist())}
+        by_layer = {}
+        if per_layer_logging:
+            by_layer = {f"moe/{name}_layer_{i}": value for i, value in enumerate(values.tolist())}
         if writer is not None:
             writer.add_scalar(name, mean, iteration)
-            if per_layer_logging:
-                for layer_name, value in by_layer.items():
-                    writer.add_scalar(layer_name, value, iteration)
+            for layer_name, value in by_layer.items():
+                writer.add_scalar(layer_name, value, iteration)
         if wandb_writer is not None:
             wandb_writer.log({name: mean}, iteration)
-            if per_layer_logging:
+            if by_layer:
                 wandb_writer.log(by_layer, iteration)
     clear_aux_losses_tracker()
 

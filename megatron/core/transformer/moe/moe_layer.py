@@ -47,7 +47,7 @@ class ParallelMoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         config = self.settings
         tp = self.context.tp
-        whole = x  # as the layer has it
+        layer_input = x
 
         # this rank's tokens
         divides, rows = self.rows_of(x)
@@ -65,12 +65,14 @@ class ParallelMoE(nn.Module):
         dispatcher.start(tokens, ids, weights, kept)
         shared = None
         if self.shared_experts is not None and config.moe_shared_expert_overlap:
-            shared = self.shared(whole)
+            shared = self.shared(layer_input)  # while rows travel
         y = dispatcher.finish(self.experts).view(x.shape)
         if divides:
             y = autograd_collectives.gather_replicated_sequence(y, tp.axis)
         if self.shared_experts is not None:
-            y = y + (self.shared(whole) if shared is None else shared)
+            if shared is None:
+                shared = self.shared(layer_input)
+            y = y + shared
         return y
 
     def rows_of(self, x: Tensor) -> tuple[bool, SequenceShard]:

@@ -186,13 +186,8 @@ def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 # ---------------------------------------------------------------- capacity
 
 
-def capacity_of(tokens: int, k: int, num_experts: int, factor: float) -> int:
-    """Return how many of the `tokens` tokens of a sample an expert takes."""
-    return math.ceil(tokens * k / num_experts * factor)
-
-
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
-    """Return how many tokens an expert takes if `num_tokens` choices go to `num_experts`. Megatron's name."""
+    """Return how many choices an expert takes if `num_tokens` of them, K of each token, go to `num_experts`. Megatron's name."""
     capacity = math.ceil(num_tokens / num_experts * capacity_factor)
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
@@ -230,11 +225,6 @@ def order_by_expert(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     counts = flat.new_zeros(num_experts + 1).index_add_(0, flat, torch.ones_like(flat))[:num_experts]
     return order, place.view(ids.shape), counts
-
-
-def chunk_order(n: int, m: int) -> list[int]:
-    """Return the places of the chunks that lie by (i, j), in the order of (j, i); i < n, j < m. Pure integers."""
-    return [i * m + j for j in range(m) for i in range(n)]
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -62,10 +62,10 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         if config.moe_router_bias:
             self.bias = tp.replicated((experts,), Constant(0.0), partial=partial)
 
-        # integers, whose sums are equal in any layout
         self.expert_bias: Tensor | None
-        starts = torch.zeros(experts, dtype=torch.float32, device=tp.device)
-        self.register_buffer("expert_bias", starts if config.moe_router_enable_expert_bias else None)
+        zeros = torch.zeros(experts, dtype=torch.float32, device=tp.device)
+        self.register_buffer("expert_bias", zeros if config.moe_router_enable_expert_bias else None)
+        # integers, whose sums are equal in any layout, and so the signs by which the bias moves
         self.register_buffer("tokens_per_expert", torch.zeros(experts, dtype=torch.int64, device=tp.device))
         over_tp = Placement((experts,), None, replicated_over=("tp",), partial_grad=("tp",))
         self.buffer_placements = {"tokens_per_expert": BufferPlacement("sum", over_tp, restarts=True)}
@@ -86,7 +86,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
     def forward(self, x: Tensor, rows: SequenceShard) -> Routing:
         config = self.settings
         choices = self.context.keys.choices
-        logits = self.logits(self.jitter(x, rows))
+        logits = self.gating(self.jitter(x, rows))
         ids = choices.of(lambda: self.choose(logits, rows))
         function, pre_softmax = config.router_weights
         weights = moe_utils.weights_of(
@@ -94,14 +94,14 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         )
         kept = None
         if config.capacity_factor is not None:
-            kept = choices.of(lambda: self.kept(ids, weights, rows))
+            kept = choices.of(lambda: self.within_capacity(ids, weights, rows))
             weights = weights * kept
         if self.training and torch.is_grad_enabled():
             self.balance(logits, rows)
             self.tokens_per_expert += moe_utils.count_tokens(ids, self.num_experts, kept).sum(0)
         return Routing(ids, weights, kept)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def gating(self, x: Tensor) -> Tensor:
         """Return the logits of x [s, b, h]: [s, b, E], in the router's dtype."""
         dtype = _DTYPES.get(self.settings.moe_router_dtype, torch.promote_types(x.dtype, torch.float32))
         logits = x.to(dtype) @ self.weight.to(dtype).t()
@@ -115,7 +115,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         if self.replay is not None and (ids := self.replay.take(self.layer_number, samples)) is not None:
             return ids
         if config.balances_by_sinkhorn and self.training:
-            ids = self.chosen_by_sinkhorn(logits, rows)
+            ids = self.choose_by_sinkhorn(logits, rows)
         else:
             ids = moe_utils.choose_experts(
                 logits,
@@ -134,7 +134,7 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
             self.replay.put(self.layer_number, samples, ids)
         return ids
 
-    def chosen_by_sinkhorn(self, logits: Tensor, rows: SequenceShard) -> Tensor:
+    def choose_by_sinkhorn(self, logits: Tensor, rows: SequenceShard) -> Tensor:
         """Return the experts of each token that share all tokens of the microbatch about evenly: int64 [s, b, K].
 
         logits: [s, b, E]. Megatron balances the tokens of one rank, which is the same if it has the whole microbatch.
@@ -160,17 +160,13 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         probabilities = moe_utils.probabilities_of(logits, config.moe_router_score_function)
         sums = self.sum_over_sample(probabilities.sum(0), rows)  # [b, E]
         for kind, coefficient in config.balancing_losses.items():
-            if kind == "aux_loss":
-                value = self.value(counts.sum(0), sums.sum(0), tokens * logits.shape[1])  # [], of the microbatch
-            elif kind == "seq_aux_loss":
-                value = self.value(counts, sums, tokens)  # [b]
-            else:
-                value = self.value(choices.of(lambda: self.mean_counts_so_far(counts)), sums, tokens)  # [b]
+            unit_counts, unit_sums, unit_tokens = counts, sums, tokens  # of each sample: [b, E]
+            if kind == "aux_loss":  # of the microbatch: [E]
+                unit_counts, unit_sums, unit_tokens = counts.sum(0), sums.sum(0), tokens * logits.shape[1]
+            elif kind == "global_aux_loss":
+                unit_counts = choices.of(lambda: self.mean_counts_so_far(counts))
+            value = moe_utils.balancing_loss(unit_counts.to(sums.dtype), unit_sums, unit_tokens, self.topk)  # [b] or []
             losses.add(BALANCING_LOSSES[kind], self.layer_number, value, coefficient)
-
-    def value(self, counts: Tensor, sums: Tensor, tokens: int) -> Tensor:
-        """Return the balancing loss of a unit of `tokens` tokens: counts, sums [.., E] -> [..]"""
-        return moe_utils.balancing_loss(counts.to(sums.dtype), sums, tokens, self.topk)
 
     @torch.no_grad()
     def counts_by_scores(self, logits: Tensor, rows: SequenceShard) -> Tensor:
@@ -201,11 +197,11 @@ class ParallelRouter(ReportsExpertLoads, ChangesAtStepEnd):
         return sums[own].double() / numbers[own].unsqueeze(-1)
 
     @torch.no_grad()
-    def kept(self, ids: Tensor, weights: Tensor, rows: SequenceShard) -> Tensor:
+    def within_capacity(self, ids: Tensor, weights: Tensor, rows: SequenceShard) -> Tensor:
         """Return which choices the experts keep: bool [s, b, K]. Of each whole sample, by the capacity for it."""
         config = self.settings
         whole, positions = self.whole_samples([ids, weights], rows)
-        capacity = moe_utils.capacity_of(len(whole[0]), self.topk, self.num_experts, config.capacity_factor)
+        capacity = moe_utils.get_capacity(len(whole[0]) * self.topk, self.num_experts, config.capacity_factor)
         return moe_utils.kept_tokens(*whole, self.num_experts, capacity, config.moe_token_drop_policy)[positions]
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from megatron.core.ops.decisions_overridable_for_memory_prediction import row_co
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_parallel_context import ExpertParallel
-from megatron.core.transformer.moe.moe_utils import chunk_order, order_by_expert
+from megatron.core.transformer.moe.moe_utils import order_by_expert
 
 
 class ExpertRows(NamedTuple):
@@ -62,7 +62,10 @@ class AllToAllDispatcher(TokenDispatcher):
     """Send each row to the ranks of its expert. For the methods see `TokenDispatcher`.
 
     A rank's own rows do not travel. It computes those of the first half of its experts while the others come, and
-    those of the second half while the others' results go back; in the backward the other way around.
+    those of the second half while the others' results go back; in the backward the other way around:
+
+        send rows ............ wait         send results ............. wait
+                  own, first half   others'              own, second half
     """
 
     @staticmethod
@@ -73,91 +76,101 @@ class AllToAllDispatcher(TokenDispatcher):
         return 3 if num_experts > ranks.ep.size else 2
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
-        everyone, parts = self.ranks.ep_etp, self.ranks.etp.size
+        ep, etp, ep_etp = self.ranks.ep, self.ranks.etp, self.ranks.ep_etp
         order, self.place, counts = order_by_expert(ids, kept, self.num_experts)
         self.weights = weights
-        if everyone.size == 1:
+        if ep_etp.size == 1:
             self.own_counts = row_counts(counts, ids.numel())
             self.order = order[: sum(self.own_counts)]
             _, self.own = TokensToRows.apply(tokens, self.order, self.place, (0, len(self.order)))
             return
 
         # how many rows go where; each goes to all ranks that have a part of its expert
-        counts = counts.view(-1, self.local)  # [ep, local]
-        arriving = collectives.start_all_to_all(counts.repeat_interleave(parts, 0), everyone)  # [ranks, local]
-        rows_of_rank = row_counts(counts, ids.numel())  # [ep][local]
-        self.own_counts = rows_of_rank[self.ranks.ep.rank]
-        self.shares = [sum(rows) for rows in rows_of_rank]  # rows to each rank of ep
-        start = sum(self.shares[: self.ranks.ep.rank])
-        stop = start + self.shares[self.ranks.ep.rank]
-        self.order = order[: sum(self.shares)]
+        counts = counts.view(ep.size, self.local)
+        arriving = collectives.start_all_to_all(counts.repeat_interleave(etp.size, 0), ep_etp)  # [ranks, local]
+        sent_counts = row_counts(counts, ids.numel())  # [ep][local]
+        self.own_counts = sent_counts[ep.rank]
+        self.rows_to_ep = [sum(of_rank) for of_rank in sent_counts]  # [ep]
+        start = sum(self.rows_to_ep[: ep.rank])
+        stop = start + self.rows_to_ep[ep.rank]
+        self.order = order[: sum(self.rows_to_ep)]
         others, self.own = TokensToRows.apply(tokens, self.order, self.place, (start, stop))
-        self.received = row_counts(arriving.wait(), ids.numel() * parts)  # [ranks][local]
-        self.received[everyone.rank] = [0] * self.local  # a rank's own rows do not travel
-        self.received_of_rank = [sum(of_rank) for of_rank in self.received]
-        self.sent = [n for n in self.shares for _ in range(parts)]
-        self.sent[everyone.rank] = 0
+        self.received_counts = row_counts(arriving.wait(), ids.numel() * etp.size)  # [ranks][local]
+        self.received_counts[ep_etp.rank] = [0] * self.local  # own rows do not travel
+
+        # the rows: `input_splits` and `output_splits` of torch's all_to_all_single
+        self.output_splits = [sum(of_rank) for of_rank in self.received_counts]
+        self.input_splits = [rows for rows in self.rows_to_ep for _ in range(etp.size)]
+        self.input_splits[ep_etp.rank] = 0
         self.sending = autograd_collectives.StartedAllToAll(
-            self.for_peers(others), everyone, self.sent, self.received_of_rank
+            self.rows_to_send(others), ep_etp, self.input_splits, self.output_splits
         )
 
-    def for_peers(self, others: Tensor) -> Tensor:
-        """Return the rows to send, in the order of the ranks. others: [rows, h], for the experts of other ranks of ep."""
-        parts, me = self.ranks.etp.size, self.ranks.ep.rank
-        if parts == 1:
+    def rows_to_send(self, others: Tensor) -> Tensor:
+        """Return the rows for all other ranks, in their order. others: [rows, h], for the experts of other ranks of ep."""
+        ep, etp = self.ranks.ep, self.ranks.etp
+        if etp.size == 1:
             return others
-        shares = list(others.split(self.shares[:me] + self.shares[me + 1 :]))
-        copies = [parts] * len(shares)
-        shares.insert(me, self.own)
-        copies.insert(me, parts - 1)  # to the ranks that have the other parts of this rank's experts
-        return torch.cat([share for share, n in zip(shares, copies) for _ in range(n)])
+        rows_of_ep = list(others.split(self.rows_to_ep[: ep.rank] + self.rows_to_ep[ep.rank + 1 :]))
+        copies = [etp.size] * len(rows_of_ep)
+        rows_of_ep.insert(ep.rank, self.own)
+        copies.insert(ep.rank, etp.size - 1)  # to the ranks that have the other parts of this rank's experts
+        return torch.cat([rows for rows, n in zip(rows_of_ep, copies) for _ in range(n)])
 
     def finish(self, experts: Experts) -> Tensor:
-        everyone = self.ranks.ep_etp
-        if everyone.size == 1:
-            rows = experts(ExpertRows(self.own, tuple(self.own_counts)))
-            return RowsToTokens.apply(rows, self.weights, self.order, self.place)
+        etp, ep_etp = self.ranks.etp, self.ranks.ep_etp
+        if ep_etp.size == 1:
+            results = experts(ExpertRows(self.own, tuple(self.own_counts)))
+            return RowsToTokens.apply(results, self.weights, self.order, self.place)
+
+        # own rows of the first half of the experts, while the others' rows come
         half = (self.local + 1) // 2
-        halves = self.own.split([sum(self.own_counts[:half]), sum(self.own_counts[half:])])
-        nothing = [0] * self.local
-        first = experts(ExpertRows(halves[0], (*self.own_counts[:half], *nothing[half:])))
+        no_rows = [0] * self.local
+        first_rows, second_rows = self.own.split([sum(self.own_counts[:half]), sum(self.own_counts[half:])])
+        own_results = experts(ExpertRows(first_rows, (*self.own_counts[:half], *no_rows[half:])))
 
-        # from (rank, expert), as rows come, to (expert, rank), and back
-        by_expert = [[of_rank[e] for of_rank in self.received] for e in range(self.local)]
-        rows = in_chunks(self.sending.wait(), self.received)
-        results = in_chunks(experts(ExpertRows(rows, tuple(map(sum, by_expert)))), by_expert)
-        returning = autograd_collectives.StartedAllToAll(results, everyone, self.received_of_rank, self.sent)
+        # the others' rows come by (rank, expert); experts take them by (expert, rank)
+        by_expert = list(zip(*self.received_counts))  # [local][ranks]
+        rows = transpose_chunks(self.sending.wait(), self.received_counts)
+        results = transpose_chunks(experts(ExpertRows(rows, tuple(map(sum, by_expert)))), by_expert)
+        returning = autograd_collectives.StartedAllToAll(results, ep_etp, self.output_splits, self.input_splits)
 
-        own = first
+        # own rows of the second half, while the others' results go back
         if half < self.local:
-            second = experts(ExpertRows(halves[1], (*nothing[:half], *self.own_counts[half:])))
-            own = torch.cat((first, second))
-        terms = list(returning.wait().split(self.sent))
-        terms[everyone.rank] = own
-        parts = self.ranks.etp.size
-        if parts > 1:  # the sum of the terms of an expert's ranks
-            terms = [sum(terms[i + 1 : i + parts], terms[i]) for i in range(0, len(terms), parts)]
+            second_results = experts(ExpertRows(second_rows, (*no_rows[:half], *self.own_counts[half:])))
+            own_results = torch.cat((own_results, second_results))
+        terms = list(returning.wait().split(self.input_splits))  # of each rank
+        terms[ep_etp.rank] = own_results
+        if etp.size > 1:  # ranks of etp have terms of one sum
+            firsts = range(0, ep_etp.size, etp.size)
+            terms = [sum(terms[i + 1 : i + etp.size], terms[i]) for i in firsts]
         return RowsToTokens.apply(torch.cat(terms), self.weights, self.order, self.place)
 
 
-def in_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows [n, h], which lie by (i, j), in the order of (j, i). chunks: [i][j], the rows of each."""
-    pieces = rows.split([n for row in chunks for n in row])
-    order = [k for k in chunk_order(len(chunks), len(chunks[0])) if len(pieces[k])]
-    return rows if order == sorted(order) else torch.cat([pieces[k] for k in order])
+def transpose_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows [n, h], which are in chunks by (i, j), in the order of (j, i). chunks: [i][j], the rows of each.
+
+    Rows by (rank, expert) become rows by (expert, rank), and back. Megatron: `sort_chunks_by_idxs`.
+    """
+    m = len(chunks[0])
+    pieces = rows.split([size for row in chunks for size in row])  # piece i m + j: chunk (i, j)
+    order = [i * m + j for j in range(m) for i in range(len(chunks))]
+    order = [k for k in order if len(pieces[k])]
+    if order == sorted(order):  # nothing moves, so nothing is copied
+        return rows
+    return torch.cat([pieces[k] for k in order])
 
 
 class AllGatherDispatcher(TokenDispatcher):
     """Give every rank all tokens, and sum the results where the tokens are. For the methods see `TokenDispatcher`."""
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
-        everyone = self.ranks.ep_etp
-        first = self.ranks.ep.rank * self.local
-        tokens = autograd_collectives.gather_sequence(tokens, everyone)  # [ranks T, h]
-        self.weights = autograd_collectives.gather_sequence(weights, everyone)  # [ranks T, K]
+        ep_etp = self.ranks.ep_etp
+        tokens = autograd_collectives.gather_sequence(tokens, ep_etp)  # [ranks T, h]
+        self.weights = autograd_collectives.gather_sequence(weights, ep_etp)  # [ranks T, K]
         if kept is not None:
             ids = torch.where(kept, ids, -1)
-        ids = collectives.all_gather(ids, everyone) - first
+        ids = collectives.all_gather(ids, ep_etp) - self.ranks.ep.rank * self.local  # 0 is this rank's first expert
         is_here = (ids >= 0) & (ids < self.local)
         order, self.place, counts = order_by_expert(ids, is_here, self.local)
         self.counts = row_counts(counts, ids.numel() // self.ranks.ep.size)
