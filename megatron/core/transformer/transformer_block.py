@@ -96,7 +96,9 @@ class TransformerBlock(HoldsActivations, MegatronModule):
         self.post_process = post_process
         self.input_tensor: Tensor | None = None
         self.keys = place.keys
-        self.shard_saved_inputs_over = tp.axis if own_settings.distribute_saved_activations else None
+        # under sequence parallelism a rank's inputs are of tokens of its own, and nothing is saved twice
+        has_copies = not tp.sequence_parallel
+        self.shard_saved_inputs_over = tp.axis if own_settings.distribute_saved_activations and has_copies else None
         self.activations = StageActivations(
             own_settings.cpu_offloading_num_layers,
             smallest=own_settings.min_offloaded_tensor_size,

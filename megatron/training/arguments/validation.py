@@ -297,7 +297,7 @@ def _model_problems(config: Config, _: int) -> Iterator[str]:
     shortest = min((tokens for tokens in lengths.values() if tokens is not None), default=0)
     rank_tokens = shortest // config.parallel.context_parallel_size // (tp if sequence_parallel else 1)
     for flag, tiles in {"--tiled-mlp": model.tiled_mlp, "--tiled-loss": model.tiled_loss}.items():
-        if shortest and tiles > max(rank_tokens, 1):
+        if 0 < rank_tokens < tiles:  # ranks without tokens are refused elsewhere
             yield (
                 f"{flag} {tiles} is more than the tokens of a sample on a rank ({rank_tokens}); give at most "
                 f"{rank_tokens}"

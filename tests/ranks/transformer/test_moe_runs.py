@@ -192,26 +192,42 @@ def test_the_commands_of_the_page_train():
     assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-9)
 
 
-def test_the_forward_step_of_the_page_trains_on_the_routes_of_evaluation(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("stages", "layers"),
+    [
+        (1, [1]),
+        pytest.param(2, [0, 1], id="a stage without experts"),
+        pytest.param(2, [1, 0], id="a last stage without experts", marks=pytest.mark.full),
+        pytest.param(2, [0, 1, 0, 1], id="chunks without experts", marks=pytest.mark.full),
+    ],
+)
+def test_the_forward_step_of_the_page_trains_on_the_routes_of_evaluation(
+    stages: int, layers: list[int], monkeypatch: pytest.MonkeyPatch
+):
     """They are those of training where no expert drops a token and nothing is drawn: the run's losses are equal, bit for bit."""
     page = names_of_block("experts.md", "RouteReplay")
     replays = []
     monkeypatch.setitem(page, "RouteReplay", lambda chunks: replays.append(RouteReplay(chunks)) or replays[-1])
     flags = f"{' '.join(TINY)} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-enable-routing-replay --train-iters 2"
-    flags += " --hidden-dropout 0 --attention-dropout 0"
+    flags += f" --hidden-dropout 0 --attention-dropout 0 --moe-layer-freq '{layers}' --num-layers {len(layers)}"
+    flags += f" --pipeline-model-parallel-size {stages} --global-batch-size 2"
+    if len(layers) > stages:
+        flags += " --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved"
 
     def rank(mesh: Mesh, step: Callable) -> list[dict[str, float]]:
         losses = []
         script = SimpleNamespace(**vars(pretrain_gpt) | {"forward_step": step})
         with trainer_of(script, mesh, flags, predicts=False) as trainer:
-            trainer._report = lambda result, *_, **__: losses.append(dict(result.losses))
+            trainer._report = lambda result, *_, **__: losses.append((dict(result.losses), result.grad_norm))
             trainer._train()
         return losses
 
-    (plain,) = run_ranks({}, partial(rank, step=pretrain_gpt.forward_step))
-    (replayed,) = run_ranks({}, partial(rank, step=page["forward_step"]))
-    assert plain == replayed and len(plain) == 2
-    assert replays and all(replay.routes for replay in replays)
+    sizes = {"pp": stages}
+    plain = run_ranks(sizes, partial(rank, step=pretrain_gpt.forward_step))
+    replayed = run_ranks(sizes, partial(rank, step=page["forward_step"]))
+    assert plain == replayed and all(len(steps) == 2 for steps in plain)
+    assert any(replay.routes for replay in replays)
+    assert stages == 1 or any(not replay.routes for replay in replays)
 
 
 @pytest.mark.parametrize(("experts", "notes"), [("", 1), (" --num-experts 4", 0)])

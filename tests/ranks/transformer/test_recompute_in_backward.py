@@ -130,6 +130,21 @@ def test_inputs_kept_in_parts_change_nothing(layout: Layout):
     assert_equal(run(config, layout), one_process("gpt2"), 1e-10)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("gpt2", Layout(tp=2, sp=True, m=2, recompute="uniform 1")),
+        pytest.param("llama", Layout(tp=2, sp=True, pp=2, m=2, recompute="block 1"), marks=pytest.mark.full),
+        pytest.param("experts", Layout(tp=2, sp=True, m=2, recompute="uniform 2"), marks=pytest.mark.full),
+    ],
+)
+def test_inputs_that_are_shards_already_are_kept_as_they_are(model: str, layout: Layout):
+    """The command line refuses it; a config of a script's own may say so."""
+    config = replace(MODELS["llama"], num_experts=4, moe_ffn_hidden_size=12) if model == "experts" else MODELS[model]
+    kept = replace(config, recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=True)
+    assert_equal(run(kept, layout), run(config, Layout()), 1e-10)
+
+
 def test_inputs_in_parts_are_gathered_once_a_group_and_microbatch():
     """All-gathers of N / t over tp, and nothing else more, on two layers in groups of one and on two microbatches."""
     layout = Layout(tp=2, m=2, recompute="uniform 1")

@@ -451,6 +451,16 @@ TOGETHER = {
         6,
         "6 4 2 | --keep-checkpoints --save",
     ),
+    "no token for a tile": (
+        SMALL + "--seq-length 1 --tiled-mlp 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "--sequence-parallel --seq-length (1)",
+    ),
+    "no token for a tile of the loss": (
+        SMALL + "--seq-length 1 --tiled-loss 2 --context-parallel-size 2",
+        2,
+        "--seq-length (1) 4 --context-parallel-size",
+    ),
     "layers": (SMALL + "--pipeline-model-parallel-size 8", 8, "4 8 --num-layers --pipeline-model-parallel-size"),
     "schedule": (SMALL + "--pipeline-schedule 1b1f", 1, f"--pipeline-schedule 1b1f {' '.join(SCHEDULES)}"),
 }

@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.moe.router import ParallelRouter
 
 
@@ -28,19 +29,25 @@ class ReplayAction(Enum):
 
 
 class RouteReplay:
-    """The choices of all routers in these modules.
+    """The choices of all routers in these modules: chunks of a model.
 
     routes: (layer number from 1, sample) -> int64 [s, K], this rank's rows.
     """
 
     def __init__(self, chunks: Iterable[nn.Module]):
-        """Raises ValueError if there is no router, or if --moe-enable-routing-replay is not given."""
+        """Raises ValueError for a model without experts, or if --moe-enable-routing-replay is not given.
+
+        A pipeline stage may have no router, if its layers are all dense: there is nothing to keep then.
+        """
         self.routes: dict[tuple[int, int], Tensor] = {}
         self.action: ReplayAction | None = None
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ParallelRouter)]
-        if not routers:
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        routers = [module for module in modules if isinstance(module, ParallelRouter)]
+        settings = [s for s in (getattr(module, "settings", None) for module in modules) if isinstance(s, MoEConfig)]
+        of_experts = next((s for s in settings if s.has_experts), None)
+        if of_experts is None:
             raise ValueError("RouteReplay: the modules have no router; give --num-experts")
-        if not routers[0].settings.moe_enable_routing_replay:
+        if not of_experts.moe_enable_routing_replay:
             raise ValueError("RouteReplay: give --moe-enable-routing-replay, which says that a run may replay choices")
         for router in routers:
             router.replay = self
