@@ -10,6 +10,7 @@ have brought here; the copies over edp add theirs.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
 from megatron.core.ops.cpu_half_precision_matmul import is_half_precision_on_cpu
+from megatron.core.ops.decisions_overridable_for_memory_prediction import blocks_to_compute
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.ops.weight_grad_store import WeightGradStore
@@ -197,20 +199,28 @@ def _write_products(
     A product may have more rows than its expert (`rows_of_product`). They are those of the experts behind it, which are
     written after it; behind the last ones there are none, so the rows before them are taken, and only theirs are kept.
     """
-    start = 0
-    for rows, own, into, matrix in zip(counts, x.split(counts), out.split(counts), _matrices(weight)):
+    available = len(x)
+
+    def rows_in_memory(block: tuple) -> int:  # of the product, and of one that is copied
+        start, rows = block[:2]
         size = matmul.rows_of_product(rows, x)
-        if size == rows or size > len(x):
+        is_copied = rows < size <= available < start + size
+        return size * (2 if is_copied else 1)
+
+    starts = accumulate(counts, initial=0)
+    blocks = zip(starts, counts, x.split(counts), out.split(counts), _matrices(weight))
+    for start, rows, own, into, matrix in blocks_to_compute(blocks, rows_in_memory):
+        size = matmul.rows_of_product(rows, x)
+        if size == rows or size > available:
             if rows:
                 write(into, own, matrix, None)
-        elif start + size <= len(x):
+        elif start + size <= available:
             write(out[start : start + size], x[start : start + size], matrix, None)
         else:
             product = out.new_empty((size, out.shape[1]))  # of the last rows
             write(product, x[-size:], matrix, None)
-            first = start - (len(x) - size)
+            first = start - (available - size)
             into.copy_(product[first : first + rows])
-        start += rows
 
 
 # torch.nn.functional.grouped_mm since 2.10; earlier releases have none that is public
@@ -269,9 +279,11 @@ def _accumulate(
     if main_grad is None:
         parts = [matmul.wgrad(part, rows, None) for part, rows in zip(grads, xs)]
         return torch.stack(parts).view(weight.shape)
-    for total, part, rows in zip(main_grad.view(len(counts), -1, weight.shape[-1]), grads, xs):
-        if len(rows):
-            matmul.accumulate_wgrad(total, part, rows, beta, None)
+    totals = main_grad.view(len(counts), -1, weight.shape[-1]).unbind()
+    blocks = zip(counts, totals, grads, xs)
+    for rows, total, part, own in blocks_to_compute(blocks, lambda block: block[0]):
+        if rows:
+            matmul.accumulate_wgrad(total, part, own, beta, None)
         elif not beta:
             total.zero_()
     grad_was_added(weight)

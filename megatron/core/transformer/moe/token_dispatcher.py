@@ -140,9 +140,12 @@ class AllToAllDispatcher(TokenDispatcher):
 
 def in_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
     """Return rows [n, h], which lie by (i, j), in the order of (j, i). chunks: [i][j], the rows of each."""
-    pieces = rows.split([n for row in chunks for n in row])
-    order = [k for k in chunk_order(len(chunks), len(chunks[0])) if len(pieces[k])]
-    return rows if order == sorted(order) else torch.cat([pieces[k] for k in order])
+    sizes = [n for row in chunks for n in row]
+    order = [k for k in chunk_order(len(chunks), len(chunks[0])) if sizes[k]]
+    if order == sorted(order):
+        return rows
+    pieces = rows.split(sizes)
+    return torch.cat([pieces[k] for k in order])
 
 
 class AllGatherDispatcher(TokenDispatcher):
