@@ -226,40 +226,71 @@ def loss(work: Work, layout: Layout) -> Loss:
     return Loss(idle, repeated, bytes_inside, bytes_between, sent_share)
 
 
-def least_memory(work: Work, layout: Layout) -> float:
-    """Return a lower bound of the bytes that the rank with most memory needs (docs/memory.md).
+class LayerMemory(NamedTuple):
+    """Bytes of a layer on a rank."""
 
-    It counts the state, and the saved activations of the live microbatches.
-    """
-    shape = work.model.shape(work.seq_length)
-    element = work.element
+    state: float  # parameters, gradients, and the optimizer's
+    saved: float  # for the backward of a microbatch
+    recomputed: float  # in its backward
 
-    # state: the ZeRO stage that shards it -> bytes of a parameter
+
+def state_per_parameter(work: Work, layout: Layout, ranks: int) -> float:
+    """Return the bytes of state of a parameter that `ranks` share as the ZeRO stage says."""
     bytes_by_stage = {
-        3: element,  # the parameter
+        3: work.element,  # the parameter
         2: 4,  # its gradient
         1: 12 if work.half else 8,  # optimizer moments, and the master parameter in half precision
     }
+    return sum(size / (ranks if layout.zero >= stage else 1) for stage, size in bytes_by_stage.items())
 
-    def state_bytes(parameters: float, ranks: int) -> float:
-        bytes_each = sum(size / (ranks if layout.zero >= stage else 1) for stage, size in bytes_by_stage.items())
-        return parameters / layout.pp * bytes_each
 
+def layer_memory(work: Work, layout: Layout) -> LayerMemory:
+    """Return lower bounds for a layer (docs/memory.md)."""
+    size = work.model.size
+    shape = work.model.shape(work.seq_length)
+    h = shape.hidden_size
+
+    # state
+    tables = shape.vocab_size * h * (1 if size.tied else 2)
     of_experts = work.model.parameters_of_experts
-    state = state_bytes((work.model.parameters - of_experts) / layout.tp, layout.dp)
-    state += state_bytes(of_experts / max(1, layout.ep), layout.expert_dp)
+    dense = (work.model.parameters - of_experts - tables) / shape.num_layers / layout.tp
+    experts = of_experts / shape.num_layers / max(1, layout.ep)
+    state = dense * state_per_parameter(work, layout, layout.dp)
+    state += experts * state_per_parameter(work, layout, layout.expert_dp)
 
     # activations: elements of a token
-    h = shape.hidden_size
     attention = 2 * shape.attention_width + 2 * shape.kv_width
-    mlp = (3 if shape.gated else 2) * (
-        work.model.size.topk * work.model.size.expert_ffn if layout.ep else shape.ffn_size
-    )
-    saved_per_layer = {"none": 4 * h + attention + mlp, "mlp": 2 * h + attention, "full": h}[layout.recompute]
-    saved_per_stage = saved_per_layer * shape.num_layers / layout.pp
-    logits = 2 * shape.vocab_size  # and their gradient
-    live = min(layout.pp, work.microbatches(layout))  # microbatches on the first stage, by 1F1B; 1 on the last
-    first_stage = saved_per_stage * live + logits * (layout.pp == 1)
-    last_stage = saved_per_stage + logits
-    saved = max(first_stage, last_stage)
-    return state + saved * work.seq_length * layout.micro_batch / layout.tp * element
+    if layout.ep:
+        mlp = size.topk * (3 * size.expert_ffn + 2 * h)  # with the rows that go to experts and those that come back
+    else:
+        mlp = (3 if shape.gated else 2) * shape.ffn_size
+    computed = 4 * h + attention + mlp
+    saved = {"none": computed, "mlp": 2 * h + attention, "full": h}[layout.recompute]
+    token_bytes = work.seq_length * layout.micro_batch / layout.tp * work.element
+    return LayerMemory(state, saved * token_bytes, (computed - saved) * token_bytes)
+
+
+def live_microbatches(work: Work, layout: Layout, pp_rank: int) -> int:
+    """Return the most microbatches of which a pipeline rank keeps activations at once, by 1F1B."""
+    return min(layout.pp - pp_rank, work.microbatches(layout))
+
+
+def least_memory(work: Work, layout: Layout) -> float:
+    """Return a lower bound of the bytes that the rank with most memory needs (docs/memory.md).
+
+    It counts the state, and the saved activations of the live microbatches, on the first and on the last stage: both have
+    a table of the vocabulary, that of words or the output layer.
+    """
+    shape = work.model.shape(work.seq_length)
+    layers = shape.num_layers / layout.pp
+    layer = layer_memory(work, layout)
+
+    tables = 1 if layout.pp > 1 or work.model.size.tied else 2
+    of_tables = tables * shape.vocab_size * shape.hidden_size / layout.tp
+    state = layers * layer.state + of_tables * state_per_parameter(work, layout, layout.dp)
+
+    # with their gradient
+    logits = 2 * shape.vocab_size * work.seq_length * layout.micro_batch / layout.tp * work.element
+    first_stage = layers * layer.saved * live_microbatches(work, layout, 0) + layer.recomputed
+    last_stage = layers * layer.saved + max(logits, layer.recomputed)
+    return state + max(first_stage, last_stage)

@@ -1,14 +1,28 @@
 """Search the layouts of a job that fit in memory, by the prediction of tools/estimate_memory.py, fastest first."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.training.arguments.config import Config
 from megatron.training.memory.flags_that_reduce_memory import flags_that_reduce
 from megatron.training.memory.forecast_memory_along_schedule import RankMemory, forecast, worst
 from megatron.training.memory.predicted_memory_table import amount, table
-from tools.configuring.layouts import FLOPS_A_BYTE, Layout, Loss, Work, layouts, least_memory, loss, ranked
+from megatron.training.monitor.long_task_progress import heartbeat
+from tools.configuring.layouts import (
+    FLOPS_A_BYTE,
+    Layout,
+    Loss,
+    Work,
+    layer_memory,
+    layouts,
+    least_memory,
+    live_microbatches,
+    loss,
+    ranked,
+)
 from tools.configuring.sizes import words
 from tools.estimating.job import read
 
@@ -30,6 +44,42 @@ def predicted(work: Work, flags: Sequence[str]) -> RankMemory:
     return worst(forecast(read([*estimate_words(work), *flags]).job))
 
 
+_SECONDS = 15.0  # between two lines about the same layout
+_FEW_LAYERS = 2  # of each pipeline rank, in a prediction that is a bound
+
+
+def bound_from_few_layers(work: Work, layout: Layout, flags: Sequence[str]) -> float:
+    """Return a lower bound of `predicted` that is near it, in a fraction of its time; 0 for a layout with few layers.
+
+    It is the prediction for the same run with two layers on each pipeline rank, which has all that is there once, such as
+    tables, logits and communication, and for each layer that is left out the bounds of `layer_memory`. Raises ConfigError
+    for flags that a run refuses.
+    """
+    left_out = work.model.size.layers // layout.pp - _FEW_LAYERS
+    if left_out < _FEW_LAYERS:
+        return 0.0
+    few = ["--num-layers", str(_FEW_LAYERS * layout.pp)]  # the last of a flag's values counts
+    layer = layer_memory(work, layout)
+    bounds = []
+    for rank in forecast(read([*estimate_words(work), *flags, *few]).job):
+        live = live_microbatches(work, layout, rank.rank)
+        bounds.append(rank.total + left_out * (layer.state + live * layer.saved))
+    return max(bounds)
+
+
+def bounds_hold(config: Config) -> bool:
+    """Return whether the bounds of layouts.py hold with the flags that were added to the run: for Adam, on the device."""
+    model = config.transformer
+    return (
+        config.optimizer.optimizer == "adam"
+        and not config.optimizer.reuse_fp32_param
+        and config.data_parallel.main_grads_dtype == "fp32"
+        and config.offload.tier == "device"
+        and not model.cpu_offloading_num_layers
+        and model.moe_expert_capacity_factor is None
+    )
+
+
 def estimate_words(work: Work) -> list[str]:
     """Return the flags that tools/estimate_memory.py needs beside those of a run."""
     family = "bert" if work.model.family == "bert" else None
@@ -41,31 +91,49 @@ def search(
 ) -> list[Prediction]:
     """Predict layouts until `num_wanted` of them fit, each with other sizes of TP and PP. Return all predictions.
 
-    capacity: usable bytes of a rank. Skipped are layouts whose `least_memory` exceeds it, and layouts that a run
-    refuses. Raises ConfigError if nothing is left.
+    capacity: usable bytes of a rank. Skipped are layouts whose bounds exceed it (`least_memory`, `bound_from_few_layers`),
+    and layouts that a run refuses. say: takes a line about the progress; a second thread calls it too. Raises ConfigError
+    if nothing is left.
     """
     ordered = ranked(work)
     if not ordered:
         raise ConfigError(_no_layout(work))
     predictions: list[Prediction] = []
+    too_large: list[tuple[float, Layout]] = []  # with a lower bound of their memory
     last_refusal = ConfigError([])  # the run's further flags exclude a layout
-    for layout in ordered:
+    has_bounds = None  # until a layout is accepted, whose flags tell
+    for number, layout in enumerate(ordered, 1):
         fitting_sizes = {(p.layout.tp, p.layout.pp) for p in predictions if p.fits}
         if len(fitting_sizes) == num_wanted:
             break
-        if (layout.tp, layout.pp) in fitting_sizes or least_memory(work, layout) > capacity:
+        if (layout.tp, layout.pp) in fitting_sizes:
             continue
-        say(f"predicting {layout}")
+        flags = flags_of(layout)
         try:
-            memory = predicted(work, flags_of(layout))
+            if has_bounds is None:
+                has_bounds = bounds_hold(read([*estimate_words(work), *flags]).job.runtime.config)
+            bound = least_memory(work, layout) if has_bounds else 0.0
+            if bound > capacity:
+                too_large.append((bound, layout))
+                continue
+            place = f"layout {number} of {len(ordered)}: {layout}"
+            with heartbeat(place, say, every=_SECONDS):
+                bound = bound_from_few_layers(work, layout, flags) if has_bounds else 0.0
+            if bound > capacity:
+                say(f"{place}: at least {amount(int(bound - capacity))} too much")
+                too_large.append((bound, layout))
+                continue
+            say(f"predicting {place}")
+            with heartbeat(place, say, every=_SECONDS):
+                memory = predicted(work, flags)
         except ConfigError as error:
             last_refusal = error
             continue
         predictions.append(Prediction(layout, loss(work, layout), memory, memory.total <= capacity))
-    if last_refusal.problems and not predictions:
+    if last_refusal.problems and not predictions and not too_large:
         raise last_refusal
     if not any(prediction.fits for prediction in predictions):
-        raise ConfigError(_nothing_fits(work, flags_of, capacity, predictions, ordered))
+        raise ConfigError(_nothing_fits(work, flags_of, capacity, predictions, too_large))
     return predictions
 
 
@@ -81,17 +149,24 @@ def _no_layout(work: Work) -> str:
 
 
 def _nothing_fits(
-    work: Work, flags_of: FlagsOf, capacity: float, predictions: Sequence[Prediction], ordered: Sequence[Layout]
+    work: Work,
+    flags_of: FlagsOf,
+    capacity: float,
+    predictions: Sequence[Prediction],
+    too_large: Sequence[tuple[float, Layout]],
 ) -> list[str]:
-    """Return the error if no layout fits: what the smallest one lacks, and what would help."""
-    # the layout that needs least memory
-    if predictions:
-        smallest = min(predictions, key=lambda prediction: prediction.memory.total)
-        layout = smallest.layout
-        memory = smallest.memory
-    else:
-        layout = min(ordered, key=lambda layout: least_memory(work, layout))
-        memory = predicted(work, flags_of(layout))
+    """Return the error if no layout fits: what the smallest one lacks, and what would help.
+
+    too_large: layouts without a prediction, with a lower bound of their memory.
+    """
+    # the layout that needs least memory: of those predicted, and of the others the one with the smallest bound
+    candidates = {prediction.layout: prediction.memory for prediction in predictions}
+    for _, layout in sorted(too_large):
+        with contextlib.suppress(ConfigError):  # a run refuses it
+            candidates[layout] = predicted(work, flags_of(layout))
+            break
+    layout = min(candidates, key=lambda layout: candidates[layout].total)
+    memory = candidates[layout]
 
     # its largest part is what to reduce
     parts = memory.parts_within("device")

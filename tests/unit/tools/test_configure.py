@@ -11,9 +11,11 @@ import pytest
 from documents import ROOT, commands_of
 
 from megatron.core.base.dataclass_flags import ConfigError
+from megatron.core.ops.decisions_overridable_for_memory_prediction import blocks_to_compute
 from megatron.core.parallel.collectives import bytes_sent
 from megatron.training.arguments.command_line import parse_args
 from megatron.training.arguments.validation import check
+from megatron.training.memory import meta_tensor_mode_and_fake_group
 from megatron.training.memory.dry_run_of_one_rank import alone, batches_of, build_rank_parts, mesh_of
 from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 from megatron.training.step import train_step
@@ -21,7 +23,7 @@ from tools import configure, estimate_memory
 from tools.configuring.answers import QUESTIONS, Answers, Choices, complete, work_of
 from tools.configuring.command import flags_of, in_lines, launch_words
 from tools.configuring.layouts import Layout, Work, layouts, least_memory, loss, ranked, sent
-from tools.configuring.search import estimate_words, predicted, search
+from tools.configuring.search import bound_from_few_layers, estimate_words, predicted, search
 from tools.configuring.sizes import SIZES, Model, Size
 from tools.estimating.job import read
 
@@ -201,6 +203,83 @@ def test_the_least_memory_is_below_the_prediction_and_near_it(layout: Layout, ha
     job = work(**vars(LARGE) | {"half": half})
     total = predicted(job, flags(job, layout)).total
     assert 0.5 * total < least_memory(job, layout) <= total
+
+
+MANY_LAYERS = {
+    "gpt": Model("gpt", Size(8, 64, 4, 1000, 64)),
+    "qwen3-moe": Model("qwen3-moe", Size(4, 64, 8, 1000, 64, 2, 96, False, 1000000, 16, 8, 4, 48)),
+    "llama": Model("llama", Size(4, 64, 4, 1000, 64)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "device", "layout"),
+    [
+        ("gpt", "gpu", Layout(1, 2, 2, 3, "mlp", 2)),
+        ("gpt", "cpu", Layout(2, 1, 2, 1, "mlp")),
+        ("qwen3-moe", "gpu", Layout(2, 1, 2, 2, "full", 1, 4)),
+        ("qwen3-moe", "cpu", Layout(2, 1, 1, 0, "none", 1, 2)),
+        ("llama", "gpu", Layout(4, 1, 1, 0, "full")),
+    ],
+    ids=str,
+)
+def test_a_prediction_with_few_layers_is_below_that_with_all_and_near_it(family: str, device: str, layout: Layout):
+    ranks = layout.tp * layout.pp * layout.dp
+    job = work(model=MANY_LAYERS[family], seq_length=64, device=device, half=device == "gpu", devices=ranks)
+    total = predicted(job, flags(job, layout)).total
+    assert 0.85 * total < bound_from_few_layers(job, layout, flags(job, layout)) <= total
+    assert least_memory(job, layout) <= total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("device", "half", "layout"),
+    [
+        ("gpu", True, Layout(1, 1, 4, 1, "none", 1, 2)),
+        ("cpu", True, Layout(2, 1, 2, 2, "mlp", 2, 2)),
+        ("cpu", False, Layout(1, 1, 1, 0, "full", 1, 1)),
+    ],
+    ids=str,
+)
+def test_the_memory_of_all_experts_is_predicted_by_one(device: str, half: bool, layout: Layout, monkeypatch):
+    """The products of a prediction are of the expert with most rows; the oracle computes those of all."""
+    job = work(model=MANY_LAYERS["qwen3-moe"], seq_length=64, device=device, half=half, devices=layout.tp * layout.dp)
+    of_one = predicted(job, flags(job, layout))
+    numbers = set()  # not the blocks, whose memory would stay
+
+    def all_blocks(blocks, size):
+        computed = list(blocks)
+        numbers.add(len(computed))
+        return computed
+
+    monkeypatch.setitem(meta_tensor_mode_and_fake_group._DECISIONS, blocks_to_compute, all_blocks)
+    of_all = predicted(job, flags(job, layout))
+    assert max(numbers) == 8 // layout.ep and of_one == of_all
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt", "qwen3-moe"])
+def test_the_search_finds_what_predictions_of_all_layouts_find(family: str):
+    """Memory that half of the first layouts lack."""
+    job = work(model=MANY_LAYERS[family], seq_length=64, global_batch=4, devices=2, device="cpu", half=False)
+    totals = [(one, predicted(job, flags(job, one)).total) for one in ranked(job)[:4]]
+    capacity = sorted(total for _, total in totals)[1]
+    (expected, total), *_ = [(one, total) for one, total in totals if total <= capacity]
+    (*_, found) = search(job, lambda one: flags(job, one), capacity, 1, lambda line: None)
+    assert (found.layout, found.memory.total, found.fits) == (expected, total, True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", ["--optimizer-cpu-offload", "--optimizer sgd --sgd-momentum 0"])
+def test_bounds_do_not_hide_layouts_that_flags_of_the_run_make_fit(more: str):
+    job = work(model=MANY_LAYERS["gpt"], seq_length=64, global_batch=4, devices=1)
+    (first, *_) = ranked(job)
+    given = [*flags(job, first), *more.split()]
+    capacity = predicted(job, given).total
+    assert least_memory(job, first) > capacity
+    (found,) = search(job, lambda one: [*flags(job, one), *more.split()], capacity, 1, lambda line: None)
+    assert found.layout == first and found.fits
 
 
 def said_by(capsys, words: str) -> str:

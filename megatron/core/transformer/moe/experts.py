@@ -10,6 +10,7 @@ have brought here; the copies over edp add theirs.
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 from megatron.core.base.lazy_imports import names_of_megatron
 from megatron.core.ops.count_flops_by_module import Flops, LayerInput, flops_of, weight_flops
 from megatron.core.ops.cpu_half_precision_matmul import is_half_precision_on_cpu
+from megatron.core.ops.decisions_overridable_for_memory_prediction import blocks_to_compute
 from megatron.core.ops.fused_layer_ops import activation_of
 from megatron.core.ops.main_grad_interface import grad_was_added, grad_was_deferred, main_grad_and_beta, main_grad_of
 from megatron.core.ops.weight_grad_store import WeightGradStore
@@ -197,9 +199,14 @@ def _write_products(
     `rows_of_product` may ask for more rows than an expert has. They are those of the experts behind it, whose own products
     overwrite them; behind the last experts there are none, so the last rows of all are taken, and only the expert's are kept.
     """
-    start = 0
-    for rows, matrix in zip(counts, _matrices(weight)):
-        stop = start + rows
+    def rows_in_memory(block: tuple) -> int:
+        start, rows, _ = block
+        size = matmul.rows_of_product(rows, x)
+        is_copied = rows < size <= len(x) < start + size
+        return size * (2 if is_copied else 1)
+
+    blocks = zip(accumulate(counts, initial=0), counts, _matrices(weight))
+    for start, rows, matrix in blocks_to_compute(blocks, rows_in_memory):
         size = matmul.rows_of_product(rows, x)
         if size > len(x):
             size = rows
@@ -211,8 +218,7 @@ def _write_products(
             product = out.new_empty((size, out.shape[1]))  # of the last `size` rows
             write(product, x[-size:], matrix, None)
             first = start - (len(x) - size)  # the expert's first row among them
-            out[start:stop].copy_(product[first : first + rows])
-        start = stop
+            out[start : start + rows].copy_(product[first : first + rows])
 
 
 def grouped_mm(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
@@ -274,9 +280,11 @@ def _accumulate(
     if main_grad is None:
         parts = [matmul.wgrad(part, rows, None) for part, rows in zip(grads, xs)]
         return torch.stack(parts).view(weight.shape)
-    for total, part, rows in zip(main_grad.view(len(counts), -1, weight.shape[-1]), grads, xs):
-        if len(rows):
-            matmul.accumulate_wgrad(total, part, rows, beta, None)
+    totals = main_grad.view(len(counts), -1, weight.shape[-1]).unbind()
+    blocks = zip(counts, totals, grads, xs)
+    for rows, total, part, own in blocks_to_compute(blocks, lambda block: block[0]):
+        if rows:
+            matmul.accumulate_wgrad(total, part, own, beta, None)
         elif not beta:
             total.zero_()
     grad_was_added(weight)

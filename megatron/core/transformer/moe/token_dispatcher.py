@@ -153,11 +153,12 @@ def transpose_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
     Rows by (rank, expert) become rows by (expert, rank), and back. Megatron: `sort_chunks_by_idxs`.
     """
     m = len(chunks[0])
-    pieces = rows.split([size for row in chunks for size in row])  # piece i m + j: chunk (i, j)
+    sizes = [size for row in chunks for size in row]  # of chunk (i, j) at i m + j
     order = [i * m + j for j in range(m) for i in range(len(chunks))]
-    order = [k for k in order if len(pieces[k])]
+    order = [k for k in order if sizes[k]]
     if order == sorted(order):  # nothing moves, so nothing is copied
         return rows
+    pieces = rows.split(sizes)
     return torch.cat([pieces[k] for k in order])
 
 
