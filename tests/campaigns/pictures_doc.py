@@ -4,7 +4,8 @@
 
 Of PICTURES the SVG files depend on the code alone, and a test compares them. The PNG files are of two runs of small models; a test
 only checks that a page shows each. docs/optimizers.png is of benchmarks/optimizers.py, docs/tuning.png of
-the commands of docs/after_pretraining.md.
+the commands of docs/after_pretraining.md, docs/expert_loads.png of two of the metrics files of
+benchmarks/experts_loss.py, by tools/plot_run.py.
 """
 
 import os
@@ -54,17 +55,6 @@ def write_runs(folder: Path) -> None:
     run("tools/plot_run.py", "--log", *map(str, logs), "--output", str(DOCS / "runs.png"))
 
 
-def write_loads(folder: Path) -> None:
-    """Loads of experts of two runs, with the loss that balances them and without it."""
-    files = []
-    often = ["--num-workers", "0", "--train-iters", "80", "--log-interval", "5", "--moe-per-layer-logging"]
-    for name, coefficient in {"with_loss": "0.02", "without_loss": "0"}.items():
-        files.append(str(folder / f"{name}.jsonl"))
-        experts = ["--yaml-cfg", "examples/recipes/mixtral-tiny.yaml", "--moe-aux-loss-coeff", coefficient]
-        run("pretrain_gpt.py", *experts, *often, "--metrics-file", files[-1])
-    run("tools/plot_run.py", "--log", *files, "--output", str(DOCS / "expert_loads.png"))
-
-
 def write_difference(folder: Path) -> None:
     """A model before and after its fourth step."""
     save = ["--save", str(folder / "run"), "--save-interval", "3", "--train-iters", "4", "--lr-warmup-iters", "0"]
@@ -78,5 +68,4 @@ if __name__ == "__main__":
         (DOCS / name).write_text(draw())
     with tempfile.TemporaryDirectory() as folder:
         write_runs(Path(folder))
-        write_loads(Path(folder))
         write_difference(Path(folder))

@@ -144,10 +144,11 @@ class ParallelConfig(FlagConfig):
             if self.context_parallel_size > 1:
                 more += f" x context-parallel-size ({self.context_parallel_size})"
             if replicas > 1:
-                more += f" x optimizer instances ({replicas})"
+                more += f" x num-distributed-optimizer-instances ({replicas})"
             raise ConfigError(
                 f"world size {world_size} is not a multiple of {divisor} = tensor-model-parallel-size ({tensor}) x "
-                f"pipeline-model-parallel-size ({pipeline}){more}; change the number of processes or the sizes"
+                f"pipeline-model-parallel-size ({pipeline}){more}; "
+                "change the number of processes (torchrun --nproc-per-node) or the sizes"
             )
         return AxisSizes(
             tp=tensor,

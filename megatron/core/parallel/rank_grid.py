@@ -137,10 +137,14 @@ class AxisSizes:
         etp = self.tp if self.etp is None else self.etp
         stage = self.world_size // self.pp  # ranks of a pipeline stage
         names = f"expert-tensor-parallel-size ({etp}) x expert-model-parallel-size ({self.ep})"
-        if stage % (etp * self.ep * self.replicas):
+        divisor = etp * self.ep * self.replicas
+        if stage % divisor:
+            of_stage = f" / pipeline-model-parallel-size {self.pp} = {stage}" if self.pp > 1 else ""
+            more = f" x num-distributed-optimizer-instances ({self.replicas})" if self.replicas > 1 else ""
             raise ConfigError(
-                f"the number of ranks of a pipeline stage ({stage}) must be a multiple of "
-                f"{etp * self.ep * self.replicas} = {names} x optimizer instances ({self.replicas}); change the sizes"
+                f"world size {self.world_size}{of_stage} is not a multiple of {divisor} = expert-tensor-parallel-size "
+                f"({etp}) x expert-model-parallel-size ({self.ep}){more}; "
+                "change the number of processes (torchrun --nproc-per-node) or the sizes"
             )
         edp = stage // (etp * self.ep)
         grid = self._grid({"tp": ("etp", etp), "ep": ("ep", self.ep), "dp": ("edp", edp), "pp": ("pp", self.pp)})

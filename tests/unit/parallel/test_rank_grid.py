@@ -104,7 +104,13 @@ def test_experts_lie_on_a_grid_of_their_own(sizes: dict, groups: dict):
 
 SIZES_AND_SAID = [
     ({"tp": 2, "dp": 4, "ep": 3}, "8 6 expert-tensor-parallel-size (2) expert-model-parallel-size (3)"),
-    ({"tp": 2, "dp": 4, "ep": 2, "replicas": 4}, "8 16 expert-model-parallel-size (2) (4)"),
+    (
+        {"tp": 2, "dp": 4, "ep": 2, "replicas": 4},
+        "8 16 expert-model-parallel-size (2) num-distributed-optimizer-instances (4)",
+    ),
+    ({"ep": 2}, "world size 1 2 expert-model-parallel-size (2) torchrun --nproc-per-node"),
+    ({"etp": 2}, "world size 1 2 expert-tensor-parallel-size (2) torchrun --nproc-per-node"),
+    ({"dp": 2, "pp": 3, "ep": 4}, "world size 6 / pipeline-model-parallel-size 3 = 2 4 expert-model-parallel-size (4)"),
     (
         {"tp": 2, "pp": 2, "dp": 2, "ep": 2, "order": PP_BEFORE_DP},
         "expert-tensor-parallel-size (2) expert-model-parallel-size (2) --use-tp-pp-dp-mapping",
@@ -204,7 +210,10 @@ def test_axes_of_equal_ranks_share_a_communicator_but_the_pipeline_directions_ha
 # ---------------------------------------------------------------- what cannot be
 
 
-@pytest.mark.parametrize(("world_size", "replicas", "message"), [(6, 1, "6 4 2"), (8, 4, "8 16 2 4")])
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "message"),
+    [(6, 1, "6 4 2 --nproc-per-node"), (8, 4, "8 16 2 num-distributed-optimizer-instances (4)")],
+)
 def test_a_world_that_the_sizes_do_not_divide_is_an_error(world_size: int, replicas: int, message: str):
     parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert parallel.sizes(8).dp == 2
