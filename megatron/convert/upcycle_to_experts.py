@@ -151,6 +151,11 @@ def _expert_tensor(
     h = config.hidden_size
     f = config.expert_ffn_size
     scale = 1 / (config.moe_router_topk_scaling_factor or 1.0)
+
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        """Return x times a factor, in the wider of its dtype and the result's, so that it is rounded once."""
+        return x.to(torch.promote_types(x.dtype, dtype)) * factor
+
     if param.startswith("linear_fc1."):
         halves = 2 if config.is_gated else 1
         columns = (h,) if param.endswith("weight") else ()
@@ -164,13 +169,13 @@ def _expert_tensor(
         shape = (experts, h, f)
 
         def expert(e: int) -> Tensor:
-            return source.whole(name).view(h, parts, f)[:, e % parts] * (scale * parts)
+            return scaled(source.whole(name).view(h, parts, f)[:, e % parts], scale * parts)
 
     else:  # linear_fc2.bias: each expert adds it, times a weight, and all weights add up to 1
         shape = (experts, h)
 
         def expert(e: int) -> Tensor:
-            return source.whole(name) * scale
+            return scaled(source.whole(name), scale)
 
     numel = prod(shape[1:])
 

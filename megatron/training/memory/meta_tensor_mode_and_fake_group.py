@@ -225,7 +225,7 @@ def _rms_norm(on_cpu: bool, x: Tensor, shape: Any, weight: Tensor | None = None,
 
 
 def _grouped_mm(on_cpu: bool, x: Tensor, matrices: Tensor, **options: Any) -> Tensor:
-    """Stand for the product of each expert's rows: x [rows, in], matrices [E, in, out] -> [rows, out].
+    """Stand for one product for each group of rows: x [rows, in], matrices [groups, in, out] -> [rows, out].
 
     On the meta device torch has it in bfloat16 alone. One product has the same shapes.
     """

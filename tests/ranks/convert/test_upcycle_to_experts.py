@@ -9,9 +9,10 @@ from said import tells
 from whole_run import run
 
 from megatron.convert import open_any, open_foreign, write_hf_folder
+from megatron.convert.stream_foreign_checkpoint_to_ours import copy_checkpoint
 from megatron.convert.upcycle_to_experts import Upcycling, upcycle
 from megatron.core.base.dataclass_flags import ConfigError
-from megatron.core.dist_checkpointing import LocalTensor
+from megatron.core.dist_checkpointing import LocalTensor, load_whole_tensors
 from megatron.core.inference.load_model import load_gpt
 from megatron.core.sharding.boxes import whole
 from megatron.core.transformer.model_config import ModelConfig
@@ -60,6 +61,21 @@ def test_the_scores_are_those_of_the_dense_model(name: str, tmp_path: Path):
         assert len(rows.unique(dim=0)) == settings["num_experts"] // granularity
         values[key] = rows
     assert not torch.equal(*list(values.values())[:2])
+
+
+def test_a_factor_is_rounded_to_the_dtype_of_the_result_alone(tmp_path: Path):
+    """A bfloat16 model whose experts are written in float64: 2 halves / 2.5 is no power of two."""
+    write_folder(tmp_path / "folder", read_record("llama-biases"))
+    copy_checkpoint(open_foreign(tmp_path / "folder"), tmp_path / "dense", "bfloat16")
+    settings = {"num_experts": 8, "moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5}
+    upcycle(open_any(tmp_path / "dense"), tmp_path / "experts", Upcycling(settings, 2), "float64")
+    dense, experts = load_whole_tensors(tmp_path / "dense"), load_whole_tensors(tmp_path / "experts")
+    mlp = "model/language_model.decoder.layers.0.mlp."
+    for name, factor in (("linear_fc2.weight", 2 / 2.5), ("linear_fc2.bias", 1 / 2.5)):
+        x = dense[mlp + name].double()
+        if x.dim() == 2:
+            x = x.unflatten(1, (2, -1))[:, 1]  # the second half of the hidden features, as expert 3 has
+        torch.testing.assert_close(experts[f"{mlp}experts.{name}"][3], x * factor, rtol=1e-15, atol=0)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path):
