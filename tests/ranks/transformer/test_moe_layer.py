@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from local_ranks import run_ranks
 from tiny_run import SEQ, TINY_LLAMA
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core import parallel_state
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
 from megatron.core.transformer.moe.moe_layer import ParallelMoE
 from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
@@ -149,10 +152,32 @@ def run(layer: ParallelMoE, x: Tensor) -> list[Tensor]:
 def test_both_dispatchers_and_both_kinds_of_products_compute_the_same():
     layer, x = of_tokens(TINY)
     expected = run(layer, x)
-    for options in ({"moe_token_dispatcher_type": "alltoall"}, {"moe_grouped_gemm": True}):
+    dispatchers = [{"moe_token_dispatcher_type": name} for name in ("alltoall", "alltoall_seq")]
+    for options in (*dispatchers, {"moe_grouped_gemm": True}):
         layer.settings = replace(TINY, **options)
         for got, value in zip(run(layer, x), expected, strict=True):
             torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
+
+
+def test_megatrons_update_of_biases_counts_the_tokens_of_all_ranks_of_a_stage():
+    """By the name of each release's group, too; a sum of 4, 4, 8, 0 has the mean 4."""
+    own = [[4, 0, 4, 0], [0, 4, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
+
+    def work(mesh):
+        parallel_state.set_thread_mesh(mesh)
+        counts = torch.tensor(own[mesh["tp"].rank + 2 * mesh["dp_cp"].rank])
+        bias = torch.tensor(BIAS, dtype=torch.float64)
+        updated = moe_utils.get_updated_expert_bias(counts, bias, 0.001)
+        assert counts.tolist() == [4, 4, 8, 0]
+        torch.testing.assert_close(updated, bias + torch.tensor([0, 0, -0.001, 0.001], dtype=torch.float64))
+        counts = torch.tensor([1.0, 3.0])
+        probs = torch.full((5, 2), 0.5)
+        loss = moe_utils.switch_load_balancing_loss_func(
+            probs, counts, 1, 1.0, parallel_state.get_tensor_model_parallel_group()
+        )
+        assert counts.tolist() == [2.0, 6.0] and abs(loss.item() - 2 * (2 + 6) * 2.5 / 10**2) < 1e-6
+
+    run_ranks({"tp": 2, "dp": 2}, work)
 
 
 def test_a_large_capacity_drops_nothing_and_a_small_one_returns_zeros_for_dropped_tokens():
