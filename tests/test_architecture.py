@@ -273,6 +273,7 @@ ASKS_THE_PROCESS = {
     "transformer/moe/megatron_aux_losses_tracker.py": (
         "get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks track_moe_metrics"
     ),
+    "transformer/moe/megatron_routing_functions.py": "get_updated_expert_bias",
     "transformer/transformer_layer.py": "layers_of_stage",
 }
 

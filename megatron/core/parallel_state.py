@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.base.lazy_imports import not_built
-from megatron.core.base.unsupported_arguments import accepts_defaults_only
+from megatron.core.base.unsupported_arguments import CheckedArgument, accepts_defaults_only
 from megatron.core.parallel.global_state import (  # noqa: F401
     announced,
     get_global_state,
@@ -46,6 +46,9 @@ from megatron.core.parallel.initialize_model_parallel import (  # noqa: F401
 )
 from megatron.core.parallel.parallel_config import ORDER, ParallelConfig  # noqa: F401
 from megatron.core.parallel.stage_to_rank import loop
+
+# An argument that makes no difference here.
+_ANY = CheckedArgument(lambda value, name: None, by_name=True)
 
 # Accessors are made from the name of their axis.
 
@@ -110,6 +113,8 @@ get_context_parallel_group = _group("cp")
 get_context_parallel_rank = _rank("cp")
 get_context_parallel_world_size = _size("cp")
 get_tensor_and_context_parallel_group = _group("tp_cp")
+get_tensor_and_context_parallel_rank = _rank("tp_cp")
+get_tensor_and_context_parallel_world_size = _size("tp_cp")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
@@ -125,13 +130,26 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 get_expert_model_parallel_group = _group("ep")
 get_expert_model_parallel_rank = _rank("ep")
 get_expert_model_parallel_world_size = _size("ep")
+get_expert_model_parallel_src_rank = _member("ep")
 get_expert_tensor_parallel_group = _group("etp")
 get_expert_tensor_parallel_rank = _rank("etp")
 get_expert_tensor_parallel_world_size = _size("etp")
 get_expert_tensor_and_model_parallel_group = _group("ep_etp")
-get_expert_tensor_model_pipeline_parallel_group = _group("emp")
+get_expert_tensor_and_model_parallel_rank = _rank("ep_etp")
+get_expert_tensor_and_model_parallel_world_size = _size("ep_etp")
+# to core 0.9, whose tensor-parallel ranks share each expert
+get_tensor_and_expert_parallel_group = _group("ep_etp")
+get_tensor_and_expert_parallel_rank = _rank("ep_etp")
+get_tensor_and_expert_parallel_world_size = _size("ep_etp")
+# with_egtp_remat, with_gtp_remat: no ranks divide weights that they gather again, so both groups are one
+get_expert_tensor_model_pipeline_parallel_group = accepts_defaults_only(with_egtp_remat=_ANY)(_group("emp"))
 
-get_model_parallel_group = _group("mp")
+
+def get_model_parallel_group(check_initialized: bool = True, *, with_expert_parallel: bool = False) -> Any:
+    """Return the group of the ranks that hold one copy of the model; with_expert_parallel: with all its experts."""
+    return _group("emp" if with_expert_parallel else "mp")(check_initialized)
+
+
 get_model_parallel_src_rank = _member("mp")
 get_embedding_group = _group("embd")
 get_position_embedding_group = _group("pos_embd")
@@ -201,6 +219,8 @@ set_pipeline_model_parallel_world_size = _size_setter("set_pipeline_model_parall
 set_data_parallel_rank = _rank_setter("set_data_parallel_rank", "dp")
 set_expert_model_parallel_rank = _rank_setter("set_expert_model_parallel_rank", "ep")
 set_expert_model_parallel_world_size = _size_setter("set_expert_model_parallel_world_size", "ep")
+set_expert_tensor_parallel_rank = _rank_setter("set_expert_tensor_parallel_rank", "etp")
+set_expert_tensor_parallel_world_size = _size_setter("set_expert_tensor_parallel_world_size", "etp")
 
 
 def _is_stage(stage: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
@@ -258,21 +278,50 @@ get_data_parallel_world_size = _of_data(_size)
 get_data_parallel_src_rank = _of_data(_member)
 
 
+@accepts_defaults_only(with_gtp_remat=_ANY)
 def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
     return _group(_inner_axis("edp", partial_expert_data_parallel))(check_initialized)
 
 
-get_expert_data_parallel_rank = _of_expert_data(_rank)
-get_expert_data_parallel_world_size = _of_expert_data(_size)
+get_expert_data_parallel_rank = accepts_defaults_only(with_gtp_remat=_ANY)(_of_expert_data(_rank))
+get_expert_data_parallel_world_size = accepts_defaults_only(with_gtp_remat=_ANY)(_of_expert_data(_size))
+
+
+def _of_data_modulo_expert(accessor: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an accessor of the ranks that have copies of the same experts, by its name to core 0.16."""
+
+    def get(*, with_context_parallel: bool = True, partial_expert_data_parallel: bool = False) -> Any:
+        if not with_context_parallel and get_mesh()["cp"].size > 1:
+            raise NotImplementedError(
+                "the ranks with copies of the same experts include those of context parallelism; give with_context_parallel=True"
+            )
+        return accessor(partial_expert_data_parallel=partial_expert_data_parallel)
+
+    return get
+
+
+get_data_modulo_expert_parallel_group = _of_data_modulo_expert(get_expert_data_parallel_group)
+get_data_modulo_expert_parallel_rank = _of_data_modulo_expert(get_expert_data_parallel_rank)
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
     """Return the data-parallel group of a job that runs on gloo; NotImplementedError otherwise."""
-    group = get_data_parallel_group(with_context_parallel, partial_data_parallel)
+    return _on_gloo(get_data_parallel_group(with_context_parallel, partial_data_parallel), "get_data_parallel_group")
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
+    """Return the expert-data-parallel group of a job that runs on gloo; NotImplementedError otherwise."""
+    group = get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+    return _on_gloo(group, "get_expert_data_parallel_group")
+
+
+get_data_modulo_expert_parallel_group_gloo = _of_data_modulo_expert(get_expert_data_parallel_group_gloo)
+
+
+def _on_gloo(group: Any, accessor: str) -> Any:
+    """Return a group whose backend is gloo; NotImplementedError for another."""
     if group is not None and backend_of(group) != "gloo":
-        raise NotImplementedError(
-            f"a job with the backend {backend_of(group)} has no gloo groups; use get_data_parallel_group()"
-        )
+        raise NotImplementedError(f"a job with the backend {backend_of(group)} has no gloo groups; use {accessor}()")
     return group
 
 

@@ -18,7 +18,9 @@ core_path, output, cases_path = sys.argv[1:4]
 sys.path[:] = [core_path] + [p for p in sys.path if not os.path.exists(os.path.join(p, "megatron", "__init__.py"))]
 warnings.simplefilter("ignore")
 if importlib.util.find_spec("psutil") is None:  # the package would only find out in a process that it waits for
-    sys.exit(f"{Path(__file__).name}: psutil is missing, without which torch_dist is not written: pip install --target {core_path} psutil")
+    sys.exit(
+        f"{Path(__file__).name}: psutil is missing, without which torch_dist is not written: pip install --target {core_path} psutil"
+    )
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

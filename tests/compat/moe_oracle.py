@@ -4,6 +4,7 @@
 
 A script of its own, in a process of its own: that package is called `megatron`, as ours is. A case is a dict: options
 (Megatron's names), x and factors [s, b, h], size: samples of a microbatch, weights by the names of `named_weights`, expert_bias [E] or None.
+Or it is a call of a function of its moe_utils: function, inputs, options; the answer is what it returns.
 """
 
 import contextlib
@@ -129,6 +130,8 @@ def named_weights(layer) -> dict[str, list[torch.Tensor]]:
 
 def answer(case: dict) -> dict:
     options = dict(case["options"])
+    if "function" in case:
+        return getattr(moe_utils, case["function"])(*case["inputs"], **options)
     if options.pop("swiglu", True):
         options |= {"gated_linear_unit": True, "activation_func": functional.silu}
     else:  # the GELU of its fused kernel; without fusion it takes the exact one

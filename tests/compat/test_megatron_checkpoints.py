@@ -62,4 +62,6 @@ def test_the_writer_says_that_psutil_is_missing(cases: list, tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.endswith(f"psutil is missing, without which torch_dist is not written: pip install --target {tmp_path} psutil")
+    assert line.endswith(
+        f"psutil is missing, without which torch_dist is not written: pip install --target {tmp_path} psutil"
+    )

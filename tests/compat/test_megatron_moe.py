@@ -1,4 +1,5 @@
-"""Our layer of experts against the whole MoE layer of Megatron core 0.17.1 and 0.19.0, on a CPU, in float32, one sample at a time.
+"""Our layer of experts against the whole MoE layer of Megatron core 0.17.1 and 0.19.0, on a CPU, in float32, one sample at a time;
+and the functions of a router under Megatron's names against Megatron's, on random inputs.
 
     MEGATRON_LM_PATH=CLONE python -m pytest tests/compat/test_megatron_moe.py -s
 
@@ -6,11 +7,14 @@ CLONE: a git clone of Megatron-LM with its tags. It runs from source in a proces
 """
 
 import os
+import pickle
 import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core import parallel_state
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import ParallelMoE
 
 CLONE = os.environ.get("MEGATRON_LM_PATH")
@@ -106,6 +112,82 @@ CASES: dict[str, dict[str, Any]] = {
 SAMPLES_OF_MICROBATCH = {"sinkhorn of a microbatch": SAMPLES}  # of the others 1
 DISPATCHERS = "allgather", "alltoall"
 SINCE_0_19 = {"sqrtsoftplus, bias", "losses of sqrtsoftplus"}
+
+
+def calls_of_functions(tag: str) -> list[dict[str, Any]]:
+    """Calls of Megatron's pure functions of a router, with every option, on drawn inputs."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    scores = ["softmax", "sigmoid", *(["sqrtsoftplus"] if tag == "core_v0.19.0" else [])]
+    dense = [{}, {"dense_output": True}] if tag in ("core_v0.17.1", "core_v0.19.0") else [{}]
+    # earlier releases round scores to bfloat16 before they choose
+    dtypes = (torch.float32, torch.bfloat16) if tag == "core_v0.19.0" else (torch.float32,)
+    calls: list[dict[str, Any]] = []
+
+    def call(function: str, *inputs: Any, **options: Any) -> None:
+        calls.append({"function": function, "inputs": inputs, "options": options})
+
+    for function, groups, k, pre, scaling, bias, kind, dtype in product(
+        scores, (None, 4), (1, 4), (False, True), (None, 2.5), (False, True), dense, dtypes
+    ):
+        options = {"use_pre_softmax": pre, "scaling_factor": scaling, "score_function": function, **kind}
+        if groups:
+            options |= {"num_groups": groups, "group_topk": 2 if k > 1 else 1}
+        if bias and function != "softmax":
+            options["expert_bias"] = draw(E) / 5
+        # no two scores, and no sums of two, are equal, in bfloat16 either
+        logits = (
+            torch.stack([torch.randperm(E, generator=generator) for _ in range(10)]).float().add(1).pow(1.7) / 10 - 2
+        )
+        call("topk_routing_with_score_function", logits.to(dtype), k, **options)
+    for function, k, mask in product(scores, (1, 3), (False, True)):
+        options = {"padding_mask": torch.arange(10) % 4 == 0} if mask and tag != "core_v0.14.0" else {}
+        call("compute_routing_scores_for_aux_loss", draw(10, E), k, function, **options)
+    for coefficient in (0.3, 1.0):
+        numbers = (draw(10, E).softmax(-1), torch.randint(9, (E,), generator=generator), 30, 3, E, coefficient)
+        call("switch_load_balancing_loss_func", *numbers)
+        if tag != "core_v0.14.0":
+            call("switch_load_balancing_loss_func", *numbers, padding_mask=torch.arange(10) % 3 > 0)
+        counts = torch.randint(9, (E,), generator=generator)
+        call("get_updated_expert_bias", counts, draw(E), 0.001)
+    factors = (
+        (0.25, 0.5, 1.0) if tag == "core_v0.14.0" else (0.25, 0.5, 1.0, 8.0)
+    )  # it has no capacity above all tokens
+    for factor, policy, pad in product(factors, ("probs", "position"), (False, True)):
+        logits = draw(12, E)
+        chosen = torch.zeros(12, E, dtype=torch.bool).scatter(1, logits.topk(2).indices, True)
+        weights = logits.softmax(-1)  # of which no two are equal
+        call("apply_router_token_dropping", weights, chosen, 2, factor, policy, pad)
+    for tokens, experts, factor, least in product((7, 96), (4, 6), (0.3, 1.0, 1.25), (None, 5)):
+        call("get_capacity", tokens, experts, factor, least)
+    call("z_loss_func", draw(10, E), 0.1)
+    call("group_limited_topk", draw(10, E), 4, 10, E, 4, 2)
+    call("sinkhorn", draw(10, E))
+    return calls
+
+
+@pytest.mark.parametrize("tag", ["core_v0.14.0", "core_v0.17.1", "core_v0.19.0"])
+def test_the_functions_of_a_router_return_what_megatrons_return(tag: str, tmp_path: Path):
+    calls = calls_of_functions(tag)
+    whole = [pickle.loads(pickle.dumps(call)) for call in calls]  # some change their inputs
+    expected = ask(tag, whole, tmp_path)
+    parallel_state.set_thread_mesh(single_rank_mesh())
+    try:
+        answers = [getattr(moe_utils, call["function"])(*call["inputs"], **call["options"]) for call in calls]
+    finally:
+        parallel_state.set_thread_mesh(None)
+    for call, ours, theirs in zip(calls, answers, expected, strict=True):
+        pairs = zip(ours, theirs, strict=True) if isinstance(theirs, tuple) else [(ours, theirs)]
+        for mine, value in pairs:
+            assert type(mine) is type(value), call
+            if isinstance(value, Tensor):  # with its dtype and shape
+                torch.testing.assert_close(mine, value, rtol=1e-6, atol=1e-7, msg=partial("{1}\n{0}".format, call))
+            else:
+                assert mine == value, call
+    print(f"\n{tag}: {len(calls)} calls")
 
 
 def ours_of(options: dict[str, Any]) -> tuple[ParallelMoE, Tensor, Tensor]:

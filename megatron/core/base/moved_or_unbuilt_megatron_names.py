@@ -84,6 +84,10 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
             "clear_aux_losses_tracker get_moe_layer_wise_logging_tracker reduce_aux_losses_tracker_across_ranks "
             "save_to_aux_losses_tracker track_moe_metrics"
         ),
+        "megatron.core.transformer.moe.megatron_routing_functions": (
+            "apply_router_token_dropping compute_routing_scores_for_aux_loss get_updated_expert_bias "
+            "switch_load_balancing_loss_func topk_routing_with_score_function"
+        ),
     },
     "megatron.core.transformer.moe.router": {
         "megatron.core.ops.aux_loss_collector": "MoEAuxLossAutoScaler",
@@ -301,21 +305,14 @@ NOT_BUILT: Mapping[str, str] = {
         "RankGenerator create_all_gather_groups create_group create_hierarchical_groups "
         "create_hierarchical_parallel_groups create_hybrid_dp_cp_groups default_embedding_ranks "
         "default_position_embedding_ranks destroy_global_memory_buffer destroy_global_symmetric_memory_buffer "
-        "generate_masked_orthogonal_rank_groups get_all_ranks get_data_modulo_expert_parallel_group "
-        "get_data_modulo_expert_parallel_group_gloo get_data_modulo_expert_parallel_rank "
-        "get_expert_data_parallel_group_gloo get_expert_gtp_weight_remat_global_ranks "
+        "generate_masked_orthogonal_rank_groups get_all_ranks get_expert_gtp_weight_remat_global_ranks "
         "get_expert_gtp_weight_remat_group get_expert_gtp_weight_remat_rank get_expert_gtp_weight_remat_world_size "
-        "get_expert_model_parallel_src_rank get_expert_tensor_and_model_parallel_rank "
-        "get_expert_tensor_and_model_parallel_world_size get_global_symmetric_memory_buffer "
-        "get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group get_gtp_weight_remat_rank "
-        "get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
+        "get_global_symmetric_memory_buffer get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group "
+        "get_gtp_weight_remat_rank get_gtp_weight_remat_world_size get_hybrid_data_context_parallel_groups "
         "get_inter_distributed_optimizer_instance_group get_inter_partial_data_parallel_group "
         "get_intra_distributed_optimizer_instance_group get_nccl_options get_pipeline_model_parallel_decoder_start "
-        "get_tensor_and_context_parallel_rank get_tensor_and_context_parallel_world_size "
-        "get_tensor_and_expert_parallel_group get_tensor_and_expert_parallel_rank "
-        "get_tensor_and_expert_parallel_world_size has_separate_all_gather_group is_inside_decoder is_inside_encoder "
-        "is_pipeline_stage_at_split overwrite_nccl_comm_cfgs set_expert_tensor_parallel_rank "
-        "set_expert_tensor_parallel_world_size set_pipeline_model_parallel_split_rank update_pg_timeout"
+        "has_separate_all_gather_group is_inside_decoder is_inside_encoder is_pipeline_stage_at_split "
+        "overwrite_nccl_comm_cfgs set_pipeline_model_parallel_split_rank update_pg_timeout"
     ),
     "megatron.core.pipeline_parallel.schedules": (
         "Shape backward_step backward_step_multimodule check_first_val_step clear_embedding_activation_buffer "
@@ -385,13 +382,12 @@ NOT_BUILT: Mapping[str, str] = {
     "megatron.core.transformer.moe.moe_utils": (
         "MoECudaGraphPartialCaptureSignal MoECudaGraphTensorStore RandomSTE RandomSTEShared "
         "RouterGatingLinearFunction aggregate_aux_losses_tracker_across_pipeline_parallel apply_biased_logits "
-        "apply_random_logits apply_router_token_dropping compute_routing_scores_for_aux_loss "
-        "get_align_size_for_quantization get_aux_losses_tracker get_default_model_comm_pgs get_default_pg_collection "
-        "get_tokens_per_expert_and_token_count get_updated_expert_bias maybe_move_tensor_to_cpu "
+        "apply_random_logits get_align_size_for_quantization get_aux_losses_tracker get_default_model_comm_pgs "
+        "get_default_pg_collection get_tokens_per_expert_and_token_count maybe_move_tensor_to_cpu "
         "maybe_skip_or_early_return_by_cudagraph moe_gather moe_scatter pad_routing_map permute "
         "permute_with_padded_tokens qb_dual_update router_gating_linear sequence_load_balancing_loss_func "
-        "skip_routed_expert_padding sort_chunks_by_idxs switch_load_balancing_loss_func "
-        "topk_routing_with_score_function topk_softmax_with_capacity unpermute unpermute_with_padded_tokens"
+        "skip_routed_expert_padding sort_chunks_by_idxs topk_softmax_with_capacity unpermute "
+        "unpermute_with_padded_tokens"
     ),
     "megatron.core.transformer.moe.router": "InferenceTopKRouter Router TopKRouter",
     "megatron.core.transformer.moe.router_replay": "RouterReplay RouterReplayAction",

@@ -822,7 +822,7 @@ WARNED = by_flag(
     OtherFlags(
         "checkpoints are written as raw files and a manifest, for any layout, which Megatron does not read; its own, of both "
         "formats, are read by --load",
-        switches=("--use-dist-ckpt",),
+        switches=("--use-dist-ckpt", "--dist-ckpt-save-pre-mcore-014"),
         values={"--ckpt-format": "NAME", "--dist-ckpt-format": "NAME"},
     ),
     OtherFlags(
@@ -1084,7 +1084,6 @@ REFUSED = by_flag(
     ),
     OtherFlags(
         "other formats are not built yet; leave it out",
-        switches=("--dist-ckpt-save-pre-mcore-014",),
         values={"--ckpt-convert-format": "NAME", "--ckpt-convert-save": "DIR"},
     ),
     OtherFlags(

@@ -79,9 +79,7 @@ class ParameterCounts(NamedTuple):
 
 def count_parameters(chunks: Chunks, mesh: Mesh, device: torch.device | str) -> ParameterCounts:
     """Count the parameters of the whole model. One all-reduce of two numbers; every rank must call."""
-    trainable = {
-        f"model/{name}" for chunk in chunks for name, x in chunk.module.named_parameters() if x.requires_grad
-    }
+    trainable = {f"model/{name}" for chunk in chunks for name, x in chunk.module.named_parameters() if x.requires_grad}
     own = ParameterCounts(0, 0)
     for name, tensor in sharded_model_state(chunks, mesh).items():
         if tensor.is_writer:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from megatron.core import parallel_state
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.ops.aux_loss_collector import objective_of
 from megatron.core.ops.layout_invariant_dropout import SampleDropoutKeys
@@ -18,6 +19,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.sharding.initial_values import initialize_parameters
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
 from megatron.core.transformer.moe.moe_layer import ParallelMoE
 from megatron.core.transformer.recompute_without_rng_state import recompute_in_backward
@@ -154,9 +156,10 @@ def run(layer: ParallelMoE, x: Tensor) -> list[Tensor]:
 def test_both_dispatchers_compute_the_same():
     layer, x = of_tokens(TINY)
     expected = run(layer, x)
-    layer.settings = replace(TINY, moe_token_dispatcher_type="alltoall")
-    for got, value in zip(run(layer, x), expected, strict=True):
-        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
+    for name in ("alltoall", "alltoall_seq"):
+        layer.settings = replace(TINY, moe_token_dispatcher_type=name)
+        for got, value in zip(run(layer, x), expected, strict=True):
+            torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
 
 
 def test_both_kinds_of_products_compute_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -172,6 +175,27 @@ def test_both_kinds_of_products_compute_the_same(monkeypatch: pytest.MonkeyPatch
     assert rows.count(SEQ * 2 * TINY.moe_router_topk) == 4, "two linears, forward and backward"
     for value, reference in zip(got, expected, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_megatrons_update_of_biases_counts_the_tokens_of_all_ranks_of_a_stage():
+    """By the name of each release's group, too; a sum of 4, 4, 8, 0 has the mean 4."""
+    own = [[4, 0, 4, 0], [0, 4, 0, 0], [0, 0, 4, 0], [0, 0, 0, 0]]
+
+    def work(mesh):
+        parallel_state.set_thread_mesh(mesh)
+        counts = torch.tensor(own[mesh["tp"].rank + 2 * mesh["dp_cp"].rank])
+        bias = torch.tensor(BIAS, dtype=torch.float64)
+        updated = moe_utils.get_updated_expert_bias(counts, bias, 0.001)
+        assert counts.tolist() == [4, 4, 8, 0]
+        torch.testing.assert_close(updated, bias + torch.tensor([0, 0, -0.001, 0.001], dtype=torch.float64))
+        counts = torch.tensor([1.0, 3.0])
+        probs = torch.full((5, 2), 0.5)
+        loss = moe_utils.switch_load_balancing_loss_func(
+            probs, counts, 1, 1.0, parallel_state.get_tensor_model_parallel_group()
+        )
+        assert counts.tolist() == [2.0, 6.0] and abs(loss.item() - 2 * (2 + 6) * 2.5 / 10**2) < 1e-6
+
+    run_ranks({"tp": 2, "dp": 2}, work)
 
 
 def test_a_large_capacity_drops_nothing_and_a_small_one_returns_zeros_for_dropped_tokens():

@@ -185,7 +185,9 @@ def test_lines_reach_a_file_when_python_alone_would_write_them(takes: str, flags
     for code in (prints, f"{START.replace('outputs.keep_running(3)', takes)}{prints}"):
         out, err = tmp_path / "out", tmp_path / "err"
         with out.open("w") as to_out, err.open("w") as to_err:
-            subprocess.run([sys.executable, *flags, "-c", code, "told"], env=environment, stdout=to_out, stderr=to_err, timeout=30)
+            subprocess.run(
+                [sys.executable, *flags, "-c", code, "told"], env=environment, stdout=to_out, stderr=to_err, timeout=30
+            )
         found.append((out.read_text(), err.read_text()))
     assert found[0] == found[1]
     assert found[0] == ("out\npart" if flags or unbuffered else "", "err\n")

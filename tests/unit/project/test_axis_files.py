@@ -25,6 +25,7 @@ ROOMS = (
     "core/tensor_parallel/batch_on_this_rank.py",
     "core/parallel_state.py",
     "core/process_groups_config.py",
+    "core/transformer/moe/megatron_routing_functions.py",
     "core/transformer/transformer_config.py",
     "core/utils.py",
     "legacy/",

@@ -100,7 +100,9 @@ NAMES = {
     "megatron.core.transformer.custom_layers.transformer_engine": "TEColumnParallelLinear TEDotProductAttention "
     "TELayerNormColumnParallelLinear TENorm TERowParallelLinear",
     "megatron.core.transformer.moe.grouped_gemm_util": "assert_grouped_gemm_is_available grouped_gemm_is_available",
-    "megatron.core.transformer.moe.moe_utils": "get_capacity group_limited_topk sinkhorn z_loss_func",
+    "megatron.core.transformer.moe.moe_utils": "get_capacity group_limited_topk sinkhorn z_loss_func "
+    "topk_routing_with_score_function compute_routing_scores_for_aux_loss switch_load_balancing_loss_func "
+    "get_updated_expert_bias apply_router_token_dropping",
     "megatron.model": "BertModel Float16Module GPTModel",
     "megatron.tokenizer.gpt2_tokenization": "PRETRAINED_MERGES_ARCHIVE_MAP PRETRAINED_VOCAB_ARCHIVE_MAP",
     "megatron.core.models": "GPTModel TransformerLanguageModel",
@@ -198,6 +200,52 @@ def test_accessors_tell_each_of_16_ranks_its_place(rank, at):
     assert mpu.get_expert_tensor_parallel_rank() == told[0] and mpu.get_expert_data_parallel_rank() == told[2]
     assert sorted(mpu.get_model_parallel_group().ranks) == [r for r in range(16) if r // 2 % 2 == rank // 2 % 2]
     assert mpu.get_model_parallel_src_rank() == rank // 2 % 2 * 2
+
+
+# 8 ranks, tensor size 2, 4 parts of the experts, whole each: ranks 0 to 3 have all experts, and so have 4 to 7
+# rank -> all experts: rank, group; first of them; copies of its experts: rank, group
+EXPERT_TABLE = {
+    0: (0, [0, 1, 2, 3], 0, 0, [0, 4]),
+    3: (3, [0, 1, 2, 3], 0, 0, [3, 7]),
+    5: (1, [4, 5, 6, 7], 4, 1, [1, 5]),
+}
+
+
+@pytest.mark.parametrize("rank", EXPERT_TABLE)
+def test_accessors_tell_the_ranks_of_experts_by_the_names_of_each_release(rank):
+    parallel_state.set_thread_mesh(build_mesh(AxisSizes(tp=2, dp=4, ep=4, etp=1), rank, Ranks))
+    try:
+        own, whole, first, copy, copies = EXPERT_TABLE[rank]
+        for name in ("tensor_and_expert", "expert_tensor_and_model"):
+            assert getattr(mpu, f"get_{name}_parallel_group")().ranks == whole
+            assert getattr(mpu, f"get_{name}_parallel_rank")() == own
+            assert getattr(mpu, f"get_{name}_parallel_world_size")() == 4
+        assert mpu.get_expert_model_parallel_src_rank() == first
+        assert mpu.get_data_modulo_expert_parallel_group(with_context_parallel=True).ranks == copies
+        assert mpu.get_data_modulo_expert_parallel_group(partial_expert_data_parallel=True).ranks == copies
+        assert mpu.get_expert_data_parallel_group(with_gtp_remat=False).ranks == copies
+        assert (
+            mpu.get_data_modulo_expert_parallel_rank() == copy == mpu.get_expert_data_parallel_rank(with_gtp_remat=True)
+        )
+        assert mpu.get_model_parallel_group(with_expert_parallel=True).ranks == whole
+        assert mpu.get_expert_tensor_model_pipeline_parallel_group(with_egtp_remat=True).ranks == whole
+        assert mpu.get_tensor_and_context_parallel_rank() == rank % 2
+        assert mpu.get_tensor_and_context_parallel_world_size() == 2
+        mpu.set_expert_tensor_parallel_world_size(1)
+        with pytest.raises(Exception, match="set_expert_tensor_parallel_world_size"):
+            mpu.set_expert_tensor_parallel_world_size(2)
+    finally:
+        parallel_state.set_thread_mesh(None)
+
+
+def test_copies_of_experts_without_the_ranks_of_context_parallelism_are_refused():
+    parallel_state.set_thread_mesh(build_mesh(AxisSizes(cp=2, dp=2, ep=2, etp=1), 0, Ranks))
+    try:
+        assert mpu.get_data_modulo_expert_parallel_group().ranks == [0, 2]
+        with pytest.raises(NotImplementedError, match="with_context_parallel=True"):
+            mpu.get_data_modulo_expert_parallel_group(with_context_parallel=False)
+    finally:
+        parallel_state.set_thread_mesh(None)
 
 
 def test_the_embedding_group_is_first_and_last_stage_or_what_a_script_says(at):

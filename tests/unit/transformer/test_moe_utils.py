@@ -93,6 +93,64 @@ def test_choices_and_weights(mode: str):
     close(moe_utils.weights_of(Z, ids, **options, scaling=scaling).flatten(), doubles(*weights))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_megatrons_routing_function_returns_the_same_choices_and_weights(mode: str):
+    options, of_choice, chosen, weights = MODES[mode]
+    named = {
+        "score_function": options.get("function", "softmax"),
+        "use_pre_softmax": "pre_softmax" in options,
+        **of_choice,
+    }
+    if of_choice:
+        named["scaling_factor"] = 2.5
+    dense, ids = moe_utils.topk_routing_with_score_function(Z, 2, **named, dense_output=True)
+    assert ids.tolist() == chosen
+    close(dense.flatten(), doubles(*weights))
+    probs, routing_map = moe_utils.topk_routing_with_score_function(Z, 2, **named, fused=True)
+    assert [sorted(row) for row in chosen] == [row.nonzero().flatten().tolist() for row in routing_map]
+    assert torch.equal(probs.gather(1, ids), dense) and probs.count_nonzero() == dense.numel()
+    again = moe_utils.topk_routing_with_score_function(
+        Z, 2, **named, dense_output=True, precomputed_indices=ids.flip(-1)
+    )
+    assert torch.equal(again[0], dense.flip(-1))
+
+
+def test_megatrons_loss_has_the_arguments_of_each_release():
+    """The vector of the specification, as core 0.14 and as core 0.13 are called."""
+    routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(Z, 2, "softmax")
+    counts = routing_map.sum(0)
+    assert counts.tolist() == [2, 2, 3, 1]
+    for given in ((4, 2, 4, 0.01), (2, 0.01)):
+        close(moe_utils.switch_load_balancing_loss_func(scores, counts, *given), 0.010308597649458)
+    close(
+        moe_utils.switch_load_balancing_loss_func(probs=scores, tokens_per_expert=counts, topk=2, moe_aux_loss_coeff=1),
+        1.0308597649458,
+    )
+    named = {"total_num_tokens": 4, "topk": 2, "num_experts": 4, "moe_aux_loss_coeff": 0.01, "fused": True}
+    close(moe_utils.switch_load_balancing_loss_func(scores, counts, **named), 0.010308597649458)
+    sigmoid = moe_utils.compute_routing_scores_for_aux_loss(Z, 2, "sigmoid")[1]
+    close(moe_utils.switch_load_balancing_loss_func(sigmoid, counts, 2, 0.01), 0.010406411897810)
+    for wrong in ({"topk": 2}, {"topk": 2, "moe_aux_loss_coeff": 1, "experts": 4}):
+        with pytest.raises(
+            TypeError, match="give total_num_tokens, topk, num_experts, moe_aux_loss_coeff, or as before"
+        ):
+            moe_utils.switch_load_balancing_loss_func(scores, counts, **wrong)
+    with pytest.raises(ValueError, match="give one of softmax, sigmoid, sqrtsoftplus"):
+        moe_utils.topk_routing_with_score_function(Z, 2, score_function="relu")
+    with pytest.raises(NotImplementedError, match="router_replay"):
+        moe_utils.topk_routing_with_score_function(Z, 2, router_replay=object())
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("probs", [0, 1, 2, 3]), ("position", [0, 0, 1, 3])])
+def test_megatrons_dropping_keeps_the_tokens_of_the_specification(policy: str, kept: list[int]):
+    probs, routing_map = moe_utils.topk_routing_with_score_function(Z, 2)
+    weights, taken = moe_utils.apply_router_token_dropping(probs, routing_map, 2, 0.5, policy)
+    assert taken.nonzero().tolist() == sorted([token, expert] for expert, token in enumerate(kept))
+    assert torch.equal(weights, probs * taken)
+    padded = moe_utils.apply_router_token_dropping(probs, routing_map, 2, 1.5, policy, pad_to_capacity=True)
+    assert padded[1].sum(0).tolist() == [3] * 4 and torch.equal(padded[0], probs * padded[1])
+
+
 def test_groups():
     z = torch.sin(1.7 * torch.arange(16, dtype=torch.float64)).view(2, 8)
     ids = moe_utils.choose_experts(z, 4, function="sigmoid", groups=4, group_topk=2)

@@ -199,6 +199,7 @@ def _write_products(
     `rows_of_product` may ask for more rows than an expert has. They are those of the experts behind it, whose own products
     overwrite them; behind the last experts there are none, so the last rows of all are taken, and only the expert's are kept.
     """
+
     def rows_in_memory(block: tuple) -> int:
         start, rows, _ = block
         size = matmul.rows_of_product(rows, x)

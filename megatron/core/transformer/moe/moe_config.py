@@ -99,10 +99,11 @@ class MoEConfig(AttentionConfig):
     moe_token_drop_policy: Literal["probs", "position"] = option(
         "probs", "tokens that an expert keeps with --moe-expert-capacity-factor: those of largest weight, or the first"
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = option(
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] = option(
         "allgather",
-        "how tokens reach experts on other ranks: alltoall: each token is sent to its experts; allgather: every rank "
-        "receives all tokens, which is less to send only if a token visits more experts than there are ranks",
+        "how tokens reach experts on other ranks: alltoall: each token is sent to its experts; alltoall_seq: the same, by its "
+        "name in scripts up to core 0.12; allgather: every rank receives all tokens, which is less to send only if a token "
+        "visits more experts than there are ranks",
     )
     moe_grouped_gemm: bool = option(
         False, "multiply all experts of a rank by one call where the device and dtype have it, else one by one"
