@@ -100,7 +100,8 @@ def tensor_records(
                 continue
             records[param] = record_of(mapping.operation, head_counts_of(config), [tensors[name] for name in hf_params])
         except ValueError as error:
-            names = ", ".join(map(repr, present[:6])) + (" and more" if len(present) > 6 else "")
+            wrong = _of_odd_shape(present, tensors) or present
+            names = ", ".join(map(repr, wrong[:6])) + (" and more" if len(wrong) > 6 else "")
             problems.append(f"holds {names} of other shapes than {CONFIG} says ({error})")
     ignored = _ignored_names(family)
     unknown = [name for name in tensors if name not in used and not ignored.fullmatch(name)]
@@ -108,6 +109,17 @@ def tensor_records(
     if problems:
         raise CheckpointError(root, problems, f"is it what {CONFIG} describes? Nothing was read")
     return records
+
+
+def _of_odd_shape(names: list[str], tensors: Mapping[str, TensorInFile]) -> list[str]:
+    """Return those of a parameter's tensors whose shape is not that of most experts."""
+    kind_and_shape = {name: (name.rsplit(".", 2)[-2:], tensors[name].shape) for name in names}
+    odd = []
+    for name, (kind, shape) in kind_and_shape.items():
+        others = [other for of_kind, other in kind_and_shape.values() if of_kind == kind]
+        if 2 * others.count(shape) < len(others):
+            odd.append(name)
+    return odd
 
 
 def _ignored_names(family: Family) -> re.Pattern[str]:

@@ -202,6 +202,23 @@ def test_half_of_a_stacked_folder_is_refused(case: str, tmp_path: Path):
         model_of(tmp_path / "twice")
 
 
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+        ("qwen2_moe", "model.layers.2.mlp.experts.3.down_proj.weight"),
+        ("flex_olmo", "model.layers.0.mlp.experts.5.gate_proj.weight"),
+    ],
+)
+def test_the_one_expert_of_another_shape_is_named_alone(case: str, name: str, tmp_path: Path):
+    record = read_record(case)
+    rows, columns = record["shapes"][name]
+    write_folder(tmp_path / "in", record | {"shapes": record["shapes"] | {name: [rows - 1, columns]}})
+    with pytest.raises(CheckpointError, match=rf"holds '{name}' of other shapes than config.json says") as told:
+        open_foreign(tmp_path / "in")
+    assert str(told.value).count(".experts.") == 1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_is_written_as_it_was_to_the_bit(case: str, folders: dict[str, Path], tmp_path: Path):
     """Its tensors in other files, the tokenizer's files as they are; and what was written is the same model."""
