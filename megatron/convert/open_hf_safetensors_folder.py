@@ -14,7 +14,7 @@ import torch
 
 from megatron.convert.families.config_fields import ConfigReader, dtype_in
 from megatron.convert.families.hf_family_fields_and_param_mappings import OUTPUT_LAYER, Family, ParamMapping
-from megatron.convert.families.read_and_write_hf_config import family_of, settings_of
+from megatron.convert.families.read_and_write_hf_config import family_of, model_config_of, settings_of
 from megatron.convert.families.strided_views_of_hf_weights import HeadCounts
 from megatron.convert.formats.hf_config_and_safetensors_headers import (
     CONFIG,
@@ -37,9 +37,12 @@ from megatron.core.transformer.model_config import ModelConfig
 # ---------------------------------------------------------------- tensors
 
 
-def param_mappings(family: Family, config: ModelConfig) -> Iterator[ParamMapping]:
-    """Yield the family's mappings for all layers of a model, whether or not the model has the parameter."""
-    for mapping in family.mappings:
+def param_mappings(family: Family, config: ModelConfig, *, stacked: bool = False) -> Iterator[ParamMapping]:
+    """Yield the family's mappings for all layers of a model, whether or not the model has the parameter.
+
+    stacked: its `stacked_mappings` instead.
+    """
+    for mapping in family.stacked_mappings if stacked else family.mappings:
         if mapping.gated not in (None, config.is_gated):
             continue
         layers = 1
@@ -66,12 +69,16 @@ def tensor_records(
     the config says.
     """
     mappings = list(param_mappings(family, config))
-    tensors = _by_current_names(family, mappings, tensors)
+    stacked = {mapping.param: mapping for mapping in param_mappings(family, config, stacked=True)}
+    tensors = _by_current_names(family, [*mappings, *stacked.values()], tensors)
     records = {}
     used = set()
     problems = []
     for mapping in mappings:
         param = mapping.param
+        is_published = any(name in tensors for name in mapping.hf_params)
+        if param in stacked and not is_published and any(name in tensors for name in stacked[param].hf_params):
+            mapping = stacked[param]
         hf_params = mapping.hf_params
         packed = [hf_params[0] + suffix for suffix in (BLOCKS, SCALES)]
         if not any(name in tensors for name in packed):
@@ -93,7 +100,8 @@ def tensor_records(
                 continue
             records[param] = record_of(mapping.operation, head_counts_of(config), [tensors[name] for name in hf_params])
         except ValueError as error:
-            names = ", ".join(map(repr, present[:6])) + (" and more" if len(present) > 6 else "")
+            wrong = _of_odd_shape(present, tensors) or present
+            names = ", ".join(map(repr, wrong[:6])) + (" and more" if len(wrong) > 6 else "")
             problems.append(f"holds {names} of other shapes than {CONFIG} says ({error})")
     ignored = _ignored_names(family)
     unknown = [name for name in tensors if name not in used and not ignored.fullmatch(name)]
@@ -101,6 +109,17 @@ def tensor_records(
     if problems:
         raise CheckpointError(root, problems, f"is it what {CONFIG} describes? Nothing was read")
     return records
+
+
+def _of_odd_shape(names: list[str], tensors: Mapping[str, TensorInFile]) -> list[str]:
+    """Return those of a parameter's tensors whose shape is not that of most experts."""
+    kind_and_shape = {name: (name.rsplit(".", 2)[-2:], tensors[name].shape) for name in names}
+    odd = []
+    for name, (kind, shape) in kind_and_shape.items():
+        others = [other for of_kind, other in kind_and_shape.values() if of_kind == kind]
+        if 2 * others.count(shape) < len(others):
+            odd.append(name)
+    return odd
 
 
 def _ignored_names(family: Family) -> re.Pattern[str]:
@@ -172,7 +191,7 @@ def _read(root: Path) -> HFFolder:
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
     """Return the folder as a checkpoint of iteration 0: weights, and the settings of their model."""
     settings, _ = settings_of(folder.config, str(root / CONFIG))
-    config = ModelConfig(**settings)
+    config = model_config_of(settings, str(root / CONFIG))
     family = family_of(folder.config, CONFIG)
     return manifest_with(tensor_records(family, config, folder.tensors, root), folder, root)
 
@@ -180,7 +199,7 @@ def manifest_of(folder: HFFolder, root: Path) -> Manifest:
 def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: Path) -> Manifest:
     """Return the manifest as `manifest_of` does, for tensors whose positions are known."""
     settings, vocab_size = settings_of(folder.config, str(root / CONFIG))
-    config = ModelConfig(**settings)
+    config = model_config_of(settings, str(root / CONFIG))
     family = family_of(folder.config, CONFIG)
     absent_heads = absent_head_parameters(family, config, folder.config.get("architectures"), records)
     file_ends: dict[str, int] = {}
@@ -213,6 +232,7 @@ def settings_by_component(config: Mapping[str, Any], source: Path, folder: Path 
     source: the config.json, for errors. folder: where its tokenizer may be; None: nowhere.
     """
     settings, vocab_size = settings_of(config, str(source))
+    model_config_of(settings, str(source))  # refuses a model that cannot be, with the file
     dtype = dtype_in(ConfigReader(config, str(source)))
     # A folder that names its dtype also sets the other precisions to False: a script may have another one by default.
     precision = {} if dtype is None else {flag: name == dtype for name, flag in _PRECISIONS.items()}
@@ -248,7 +268,7 @@ def open_hf_folder(root: Path, world: Axis = ALONE, device: torch.device | str =
         if world.is_first:
             folder = _read(root)
             settings, _ = settings_of(folder.config, str(root / CONFIG))
-            check_tied(folder, family_of(folder.config, CONFIG), ModelConfig(**settings), root)
+            check_tied(folder, family_of(folder.config, CONFIG), model_config_of(settings, str(root / CONFIG)), root)
             text = json.dumps(asdict(folder))
     raw = json.loads(collectives.broadcast_text(text, world, device))
     tensors = {

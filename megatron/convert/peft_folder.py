@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron.convert.families.hf_family_fields_and_param_mappings import Family
-from megatron.convert.families.read_and_write_hf_config import family_of, kind_of, settings_of
+from megatron.convert.families.read_and_write_hf_config import family_of, kind_of, model_config_of, settings_of
 from megatron.convert.families.registry import FAMILIES
 from megatron.convert.families.strided_views_of_hf_weights import OPERATIONS, HeadCounts, View
 from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, INDEX, WEIGHTS, read_json
@@ -517,7 +517,8 @@ def deltas_of(adapter: Path, base: Path, shapes: Mapping[str, tuple[int, ...]]) 
     if parameters:
         of_base = read_json(base / CONFIG)
         family = family_of(of_base, str(base / CONFIG))
-        model = ModelConfig(**settings_of(of_base, str(base / CONFIG))[0])
+        settings, _ = settings_of(of_base, str(base / CONFIG))
+        model = model_config_of(settings, str(base / CONFIG))
         heads = head_counts_of(model)
 
         @lru_cache(maxsize=4)  # the weights of a layer's experts follow one another

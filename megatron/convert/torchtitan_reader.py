@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.convert.families.read_and_write_hf_config import family_of, settings_of
+from megatron.convert.families.read_and_write_hf_config import family_of, model_config_of, settings_of
 from megatron.convert.formats.hf_config_and_safetensors_headers import CONFIG, HFFolder, read_json
 from megatron.convert.megatron_reader import checkpoint_from_text, manifest_as_text
 from megatron.convert.open_hf_safetensors_folder import manifest_with, tensor_records
@@ -18,7 +18,6 @@ from megatron.convert.torchtitan_to_hf_names import (
 )
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE, Axis
-from megatron.core.transformer.model_config import ModelConfig
 
 _NOTE = "is a checkpoint of torchtitan: its weights are read, and not its optimizer's state"
 
@@ -35,7 +34,7 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
             # the model and the table of its family
             raw = read_json(root / CONFIG)
             settings, _ = settings_of(raw, str(root / CONFIG))
-            config = ModelConfig(**settings)
+            config = model_config_of(settings, str(root / CONFIG))
             family = family_of_titan(family_of(raw, CONFIG), str(raw["model_type"]), config.rotary_percent)
 
             # the chunks of each tensor

@@ -26,6 +26,8 @@ class ConfigReader:
         self.values = values
         self.source = source
         self.keys_read: set[str] = set()
+        # The class's own values of keys, as the fields before have named them: a key has one, whichever field reads it.
+        self.class_defaults: dict[str, Any] = {}
 
     def error(self, key: str, expected: str) -> ConfigError:
         """Return the error for a key's value. expected: what it must be, as the end of a sentence."""
@@ -41,7 +43,10 @@ class ConfigReader:
         return default if value is None else value
 
     def count(self, key: str, default: Any = _NEEDED) -> Any:
-        """Return an integer from 1 to a limit."""
+        """Return an integer from 1 to a limit.
+
+        Without a default it is the class's own value that a field before has named, or the key must be there.
+        """
         value = self._checked_null(key, default)
         most = _MOST_LAYERS if key in _LAYERS else _MOST
         if value is not default and (type(value) is not int or not 1 <= value <= most):
@@ -67,6 +72,10 @@ class ConfigReader:
 
         Raises ConfigError for a needed key that is absent, and for an ambiguous null.
         """
+        if default is _NEEDED:
+            default = self.class_defaults.get(key, _NEEDED)
+        elif default is not None:
+            self.class_defaults.setdefault(key, default)
         if key in self.values and self.values[key] is None and default and default is not _NEEDED:
             # transformers 5 refuses it, and 4 computes with null, which is no default: as false, or not at all.
             raise self.error(key, f"null says nothing; leave the key out for {default!r}, or give a value")

@@ -63,7 +63,9 @@ class Family:
     architecture     the class that transformers builds
     settings         what all models of the family have in common, by names of `ModelConfig`
     fields           the keys of its config.json
-    mappings         its parameters
+    mappings         its parameters, as its published files have them
+    stacked_mappings parameters that transformers 5 has under other names, or as one tensor of all experts: files that
+                     `save_pretrained(save_original_format=False)` writes. They are read, and never written
     ignored_tensors  names, as regular expressions, of tensors that are no parameters
     vocab_size       the class's own, for a config.json without one
     model            our class
@@ -79,6 +81,7 @@ class Family:
     fields: tuple[Field, ...]
     mappings: tuple[ParamMapping, ...]
     ignored_tensors: tuple[str, ...] = ()
+    stacked_mappings: tuple[ParamMapping, ...] = ()
     vocab_size: int | None = None
     model: str = "GPTModel"
     old_suffixes: tuple[tuple[str, str], ...] = ()

@@ -1,8 +1,9 @@
 """Tables of the families with experts: Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE and FlexOlmo, Granite MoE, GPT-OSS.
 
-Most store each expert's matrices as tensors of their own. Granite MoE stacks them; GPT-OSS stacks them transposed, with the
-rows of gate and up in turn. Routing is one of two: the softmax over the chosen experts' logits, or over those of all
-experts without renormalization (`norm_topk_prob` false).
+Most store each expert's matrices as tensors of their own; files in transformers 5's own names stack them, and are read
+too. Granite MoE stacks them; GPT-OSS stacks them transposed, with the rows of gate and up in turn. Routing is one of
+two: the softmax over the chosen experts' logits, or over those of all experts without renormalization
+(`norm_topk_prob` false).
 """
 
 from typing import Any
@@ -65,6 +66,22 @@ def _expert_mappings(router: str, gate: str, up: str, down: str) -> tuple[ParamM
     )
 
 
+def _stacked_mappings(experts: str, router: str = "") -> tuple[ParamMapping, ...]:
+    """Return the rows of experts in one tensor of gates and ups, [experts, 2 f, h], and one of downs, [experts, h, f].
+
+    router: its name in such files, where it differs.
+    """
+    rows = (
+        ParamMapping(
+            f"{_EXPERTS}linear_fc1.weight", "stacked_gate_up", (f"{HF_LAYER}{experts}.gate_up_proj",), experts=True
+        ),
+        ParamMapping(f"{_EXPERTS}linear_fc2.weight", "copy", (f"{HF_LAYER}{experts}.down_proj",), experts=True),
+    )
+    if not router:
+        return rows
+    return (*rows, ParamMapping(f"{_ROUTER}weight", "copy", (f"{HF_LAYER}{router}.weight",), experts=True))
+
+
 def _in_dense_layers(mappings: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
     return tuple(mapping._replace(experts=False) for mapping in mappings)
 
@@ -87,8 +104,32 @@ def _number_of_experts(key: str, other: str, default: int) -> Field:
     return Field((key, other), read, write)
 
 
+_CHOSEN = "num_experts_per_tok"
+
+
 def _chosen_experts(default: int) -> Field:
-    return count("num_experts_per_tok", "moe_router_topk", default)
+    """The experts of a token, where their weights are divided by their sum only if `norm_topk_prob` says so."""
+    return count(_CHOSEN, "moe_router_topk", default)
+
+
+def _chosen_experts_of_sum_1(default: int) -> Field:
+    """The experts of a token, in a class that divides their weights by their sum."""
+    field = _chosen_experts(default)
+
+    def read(reader: ConfigReader) -> dict[str, Any]:
+        settings = field.read(reader)
+        _check_router_learns(reader, "this class divides its weight by itself", "")
+        return settings
+
+    return field._replace(read=read)
+
+
+def _check_router_learns(reader: ConfigReader, why: str, also: str) -> None:
+    """Refuse one expert for each token whose weight is 1 whatever the router says: the router has no gradient."""
+    if reader.count(_CHOSEN) == 1:
+        raise reader.error(
+            _CHOSEN, f"{why}, which is 1, so the router would not learn; give a model with 2 experts or more{also}"
+        )
 
 
 def _expert_width(key: str, dense_key: str | None = None, *default: int) -> Field:
@@ -116,7 +157,10 @@ def _renormalized() -> Field:
     key = "norm_topk_prob"
 
     def read(reader: ConfigReader) -> dict[str, Any]:
-        return {"moe_router_pre_softmax": not reader.choice(key, False, (False, True))}
+        is_renormalized = reader.choice(key, False, (False, True))
+        if is_renormalized:
+            _check_router_learns(reader, f"{key} true divides its weight by itself", f", or with {key} false")
+        return {"moe_router_pre_softmax": not is_renormalized}
 
     return Field((key,), read, lambda model: {key: not model.router_weights[1]})
 
@@ -160,7 +204,7 @@ MIXTRAL = Family(
         rope(None),
         windows(None, lists=False),
         _number_of_experts("num_local_experts", "num_experts", 8),
-        _chosen_experts(2),
+        _chosen_experts_of_sum_1(2),
         _expert_width("intermediate_size"),
         _ROUTER_TRAINING,
         length=131072,
@@ -174,6 +218,7 @@ MIXTRAL = Family(
         ),
     ),
     IGNORED_TENSORS,
+    stacked_mappings=_stacked_mappings("mlp.experts", "mlp.gate"),
 )
 
 # ---------------------------------------------------------------- Qwen2-MoE, Qwen3-MoE
@@ -197,6 +242,7 @@ def _zero_is_no_window(field: Field) -> Field:
 _SHARED = f"{LAYER}mlp.shared_experts."
 _HF_SHARED = f"{HF_LAYER}mlp.shared_expert."
 _QWEN_EXPERTS = _expert_mappings("mlp.gate", *(f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")))
+_QWEN_STACKED = _stacked_mappings("mlp.experts")
 _QWEN_EXPERT_FIELDS = (_renormalized(), _layers_with_experts(), _ROUTER_TRAINING)
 QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
@@ -231,6 +277,7 @@ QWEN2_MOE = Family(
         ParamMapping(f"{_SHARED}gate_weight", "copy", (f"{HF_LAYER}mlp.shared_expert_gate.weight",), experts=True),
     ),
     IGNORED_TENSORS,
+    stacked_mappings=_QWEN_STACKED,
 )
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
@@ -253,6 +300,7 @@ QWEN3_MOE = Family(
     ),
     (*_BASE, *_in_dense_layers(GATED_MLP), *_QWEN_EXPERTS),
     IGNORED_TENSORS,
+    stacked_mappings=_QWEN_STACKED,
 )
 
 # ---------------------------------------------------------------- OLMoE, FlexOlmo
@@ -275,6 +323,7 @@ OLMOE = Family(
     ),
     (*_BASE, *_QWEN_EXPERTS),
     IGNORED_TENSORS,
+    stacked_mappings=_QWEN_STACKED,
 )
 
 FLEX_OLMO = Family(  # an OLMo 2 whose MLPs are OLMoE's experts
@@ -293,6 +342,7 @@ FLEX_OLMO = Family(  # an OLMo 2 whose MLPs are OLMoE's experts
     ),
     (*EMBEDDING_NORM_AND_HEAD, *POST_NORMS, *attention_mappings(), *_QWEN_EXPERTS),
     IGNORED_TENSORS,
+    stacked_mappings=_QWEN_STACKED,
 )
 
 # ---------------------------------------------------------------- Granite MoE
@@ -317,7 +367,7 @@ _GRANITE_FIELDS = (
     ATTENTION_BIAS,
     *GRANITE_MULTIPLIERS,
     count("num_local_experts", "num_experts", 8),
-    _chosen_experts(2),
+    _chosen_experts_of_sum_1(2),
     _expert_width("intermediate_size"),
     _ROUTER_TRAINING,
 )
@@ -329,12 +379,14 @@ _GRANITE_MAPPINGS = (
     ),
     ParamMapping(f"{_EXPERTS}linear_fc2.weight", "copy", (f"{_GRANITE_EXPERTS}output_linear.weight",), experts=True),
 )
+_GRANITE_STACKED = _stacked_mappings("block_sparse_moe.experts", "block_sparse_moe.router")
 GRANITE_MOE = Family(
     "GraniteMoeForCausalLM",
     _GRANITE_SETTINGS,
     llama_fields(*_GRANITE_FIELDS, length=2048),
     _GRANITE_MAPPINGS,
     IGNORED_TENSORS,
+    stacked_mappings=_GRANITE_STACKED,
 )
 GRANITE_MOE_SHARED = Family(
     "GraniteMoeSharedForCausalLM",
@@ -350,6 +402,7 @@ GRANITE_MOE_SHARED = Family(
         ),
     ),
     IGNORED_TENSORS,
+    stacked_mappings=_GRANITE_STACKED,
 )
 
 # ---------------------------------------------------------------- GPT-OSS
@@ -408,7 +461,7 @@ GPT_OSS = Family(
         bias("attention_bias", "add_qkv_bias", "add_attention_output_bias", default=True),
         fixed("hidden_act", "silu"),  # which the class does not read: see _swiglu_limit
         _number_of_experts("num_local_experts", "num_experts", 128),
-        _chosen_experts(4),
+        _chosen_experts_of_sum_1(4),
         repeated("experts_per_token", "num_experts_per_tok", 4),
         _expert_width("intermediate_size"),
         _swiglu_limit(),

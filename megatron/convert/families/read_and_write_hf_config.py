@@ -160,6 +160,14 @@ def settings_of(config: Mapping[str, Any], source: str) -> tuple[ModelSettings, 
     return settings, vocab_size
 
 
+def model_config_of(settings: ModelSettings, source: str) -> ModelConfig:
+    """Return the settings of `settings_of` as a `ModelConfig`. Raises ConfigError, with the file, for a model that cannot be."""
+    try:
+        return ModelConfig(**settings)
+    except ConfigError as error:  # in the words of flags
+        raise ConfigError(f"{source}: the model that it describes cannot be built: {error}") from None
+
+
 def config_of(kind: str, model: ModelConfig, vocab_size: int, dtype: str) -> dict[str, Any]:
     """Return the config.json of a model of the family `kind`, in the spellings of transformers 4 and 5.
 

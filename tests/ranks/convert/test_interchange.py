@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder, write_folders
+from cases import CASES, LENGTH, ids, read_record, read_tensors, weight, write_folder, write_folders, write_tensors
 from local_ranks import run_ranks
 from whole_run import run
 
@@ -125,6 +125,98 @@ def test_a_head_or_a_bias_that_the_config_wants_must_be_there(case: str, lacking
     write_folder(tmp_path, record | {"shapes": {k: x for k, x in record["shapes"].items() if k not in lacking}})
     with pytest.raises((CheckpointError, ConfigError), match=r"linear_qkv|linear_fc1|output_layer|q_proj"):
         model_of(tmp_path)
+
+
+# transformers 5's own names of experts, which `save_pretrained(save_original_format=False)` writes: of its module, and of the
+# files' matrices that it joins, gate over up
+_STACKED = {
+    "mixtral": ("block_sparse_moe", "mlp", ("w1", "w3", "w2")),
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo"), ("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
+    ),
+}
+_GRANITE_STACKED = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "router.weight",
+}
+
+
+def stacked_values(case: str) -> dict[str, np.ndarray]:
+    """Return the tensors of a case in transformers 5's own names."""
+    shapes, values = read_record(case)["shapes"], {}
+    if case.startswith("granite"):
+        for name, shape in shapes.items():
+            stem, _, old = name.partition("block_sparse_moe.")
+            values[stem + "block_sparse_moe." + _GRANITE_STACKED[old] if old else name] = weight(name, tuple(shape))
+    else:
+        module, now, (gate, up, down) = _STACKED[case]
+        for name, shape in shapes.items():
+            if f"{module}.experts." not in name:
+                values[name.replace(f"{module}.gate.", f"{now}.gate.")] = weight(name, tuple(shape))
+        for i in range(3):
+            old = f"model.layers.{i}.{module}.experts"
+            if f"{old}.0.{gate}.weight" not in shapes:
+                continue
+            count = sum(name.startswith(f"{old}.") for name in shapes) // 3
+            parts = {
+                x: [weight(f"{old}.{e}.{x}.weight", tuple(shapes[f"{old}.{e}.{x}.weight"])) for e in range(count)]
+                for x in (gate, up, down)
+            }
+            joined = [np.concatenate(pair) for pair in zip(parts[gate], parts[up])]
+            values[f"model.layers.{i}.{now}.experts.gate_up_proj"] = np.stack(joined)
+            values[f"model.layers.{i}.{now}.experts.down_proj"] = np.stack(parts[down])
+    return values
+
+
+def write_stacked(root: Path, case: str, values: dict[str, np.ndarray]) -> None:
+    root.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps(read_record(case)["config"]))
+    write_tensors(root, values)
+
+
+@pytest.mark.parametrize("case", [*_STACKED, "granitemoe", "granitemoeshared"])
+def test_experts_in_one_tensor_are_read_and_written_as_they_are_published(
+    case: str, folders: dict[str, Path], tmp_path: Path
+):
+    write_stacked(tmp_path / "in", case, stacked_values(case))
+    record = read_record(case)
+    scores = scores_of(model_of(tmp_path / "in"), record["config"]["vocab_size"])
+    assert (scores - torch.tensor(record["scores"], dtype=torch.float64)).abs().max() < 1e-10
+    write_hf_folder(open_foreign(tmp_path / "in"), tmp_path / "out")
+    assert read_tensors(tmp_path / "out") == read_tensors(folders[case])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_half_of_a_stacked_folder_is_refused(case: str, tmp_path: Path):
+    """Downs that are missing; and experts that are there twice."""
+    values, shapes = stacked_values(case), read_record(case)["shapes"]
+    down = min(name for name in values if name.endswith("experts.down_proj"))
+    write_stacked(tmp_path / "half", case, {name: x for name, x in values.items() if name != down})
+    with pytest.raises((CheckpointError, ConfigError), match=r"linear_fc2"):
+        model_of(tmp_path / "half")
+    downs = ("w2.weight", "experts.0.down_proj.weight", "output_linear.weight")
+    twice = {name: weight(name, tuple(shape)) for name, shape in shapes.items() if name.endswith(downs)}
+    write_stacked(tmp_path / "twice", case, values | twice)
+    with pytest.raises(CheckpointError, match=r"holds "):
+        model_of(tmp_path / "twice")
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+        ("qwen2_moe", "model.layers.2.mlp.experts.3.down_proj.weight"),
+        ("flex_olmo", "model.layers.0.mlp.experts.5.gate_proj.weight"),
+    ],
+)
+def test_the_one_expert_of_another_shape_is_named_alone(case: str, name: str, tmp_path: Path):
+    record = read_record(case)
+    rows, columns = record["shapes"][name]
+    write_folder(tmp_path / "in", record | {"shapes": record["shapes"] | {name: [rows - 1, columns]}})
+    with pytest.raises(CheckpointError, match=rf"holds '{name}' of other shapes than config.json says") as told:
+        open_foreign(tmp_path / "in")
+    assert str(told.value).count(".experts.") == 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -268,15 +268,20 @@ def write_folder(root: Path, record: dict[str, Any], dtype: str = "F64") -> None
     """
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(record["config"]))
-    names = sorted(record["shapes"])
+    write_tensors(root, {name: weight(name, tuple(shape)) for name, shape in record["shapes"].items()}, dtype)
+
+
+def write_tensors(root: Path, values: dict[str, np.ndarray], dtype: str = "F64") -> None:
+    """Tensors by name, in two files with an index."""
+    names = sorted(values)
     halves = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
     for file, part in halves.items():
         header, data = {"__metadata__": {"format": "pt"}}, b""
         for tensor in part:
-            shape = record["shapes"][tensor]
-            values = bytes_of(weight(tensor, tuple(shape)), dtype)
-            header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(values)]}
-            data += values
+            content = bytes_of(values[tensor], dtype)
+            offsets = [len(data), len(data) + len(content)]
+            header[tensor] = {"dtype": dtype, "shape": list(values[tensor].shape), "data_offsets": offsets}
+            data += content
         text = json.dumps(header).encode()
         (root / file).write_bytes(struct.pack("<Q", len(text)) + text + data)
     index = {"metadata": {}, "weight_map": {tensor: file for file, part in halves.items() for tensor in part}}

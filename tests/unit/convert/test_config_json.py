@@ -2,12 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from published import CONFIGS
 
 from megatron.convert.families.read_and_write_hf_config import config_of, settings_of
 from megatron.convert.families.registry import FAMILIES
+from megatron.convert.open_hf_safetensors_folder import settings_by_component
 from megatron.convert.peft_folder import has_conv1d
 from megatron.convert.plan_hf_folder import plan_folder
 from megatron.core.base.dataclass_flags import ConfigError
@@ -58,11 +60,6 @@ def test_a_head_of_cohere2_that_is_not_said_is_hidden_size_over_heads():
         ("llama", {"partial_rotary_factor": 0.5}, "rotates whole heads"),
         ("llama", {"rope_parameters": {"rope_theta": 777.0, "partial_rotary_factor": 0.5}}, "rotates whole heads"),
         ("gpt_neox", {"rope_theta": 777.0}, "rotary_emb_base and rotary_pct say 10000.0"),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": "absent"},
-            "max_position_embeddings is missing",
-        ),
         (
             "llama",
             {
@@ -363,3 +360,47 @@ def test_a_second_name_of_a_key_may_repeat_its_value():
     assert settings_of(config | {"hidden_size": 1600}, "config.json") == settings_of(config, "config.json")
     config = WHOLE_FILES["flan-t5-small"]
     assert settings_of(config | {"head_dim": 64}, "config.json") == settings_of(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),  # max_position_embeddings of transformers 5.24's classes
+    [("llama", 2048), ("mixtral", 131072), ("qwen2_moe", 32768), ("qwen3_moe", 32768)]
+    + [("olmoe", 4096), ("granitemoe", 2048), ("gpt_oss", 131072)],
+)
+def test_a_scaling_of_positions_without_a_length_begins_at_the_classes_own(kind: str, length: int):
+    experts = {"moe_intermediate_size": 12} if kind.startswith("qwen") else {}
+    for scaling in ({"type": "yarn", "factor": 4.0}, {"type": "dynamic", "factor": 2.0}):
+        given = {"rope_scaling": scaling, **experts}
+        found = settings(kind, max_position_embeddings="absent", **given)
+        assert found == settings(kind, max_position_embeddings=length, **given)
+        assert f'"original_max_position_embeddings": {length}' in found["rope_scaling"]
+
+
+_OF_ITSELF = ("mixtral", "granitemoe", "granitemoeshared", "gpt_oss")  # classes that divide weights by their sum
+
+
+@pytest.mark.parametrize("kind", [*_OF_ITSELF, "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo"])
+def test_one_expert_of_weight_1_is_refused_by_the_key_of_the_file(kind: str):
+    given = {"num_experts_per_tok": 1, "norm_topk_prob": True, "moe_intermediate_size": 12}
+    given |= {"experts_per_token": 1} if kind == "gpt_oss" else {}
+    given |= {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}} if kind == "gpt_oss" else {}
+    for key in ("norm_topk_prob", "moe_intermediate_size") if kind in _OF_ITSELF else ():
+        given.pop(key)
+    if kind in ("olmoe", "flex_olmo"):
+        given.pop("moe_intermediate_size")
+    with pytest.raises(
+        ConfigError, match=r"^config\.json: num_experts_per_tok is 1; .* by itself, .* 2 experts"
+    ) as told:
+        settings(kind, **given)
+    assert "--" not in str(told.value) and "\n" not in str(told.value)
+    if kind not in _OF_ITSELF:
+        found = settings(kind, **given | {"norm_topk_prob": False})
+        assert found["moe_router_topk"] == 1 and found["moe_router_pre_softmax"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}), ("llama", {"hidden_size": 130})]
+)
+def test_a_model_that_cannot_be_built_is_refused_with_the_name_of_the_file(kind: str, more: dict):
+    with pytest.raises(ConfigError, match=r"^config\.json: the model that it describes cannot be built: "):
+        settings_by_component(SIZES | {"model_type": kind} | more, Path("config.json"), None)
