@@ -29,7 +29,13 @@ from megatron.core.base.version import version_text
 _REQUIRED = dataclasses.MISSING
 
 
-class ConfigError(ValueError):
+class ProblemsError(Exception):
+    """An error that lists problems, one line each, complete in itself."""
+
+    problems: list[str]
+
+
+class ConfigError(ProblemsError, ValueError):
     """Invalid settings, one line per problem: what was given, what is allowed, which flag to change."""
 
     def __init__(self, problems: list[str] | str):
@@ -38,8 +44,9 @@ class ConfigError(ValueError):
 
 
 def problems_of(error: Exception) -> list[str]:
-    """Return the problems that an error lists, as ConfigError and CheckpointError do, each complete; else its message."""
-    return list(getattr(error, "problems", None) or [str(error)])
+    """Return the problems that an error lists; else its message."""
+    listed = error.problems if isinstance(error, ProblemsError) else []
+    return listed or [str(error)]
 
 
 def option(

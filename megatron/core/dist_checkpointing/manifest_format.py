@@ -25,6 +25,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from megatron.core.base.dataclass_flags import ProblemsError
 from megatron.core.sharding.boxes import Box, intersect, is_within, size_of
 
 FORMAT = "megatron-boxes"
@@ -49,7 +50,7 @@ _MAX_FILE_NAME = 255  # bytes, on every common file system
 _MAX_COMPARED = 100_000  # pairs of boxes that are compared to name two that overlap
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ProblemsError, ValueError):
     """A checkpoint cannot be written or read: the file, what is wrong with it, what to do.
 
     problems: one line for each thing that is wrong, with the file; the last says what to do, and how many more there are.

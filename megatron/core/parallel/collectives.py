@@ -37,6 +37,7 @@ from torch.profiler import record_function
 
 from megatron.core.base import rank_status
 from megatron.core.base.async_handle import AsyncHandle, done
+from megatron.core.base.dataclass_flags import ProblemsError
 from megatron.core.parallel.rank_grid import Axis
 
 # ---------------------------------------------------------------- the ledger
@@ -155,7 +156,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class PeerError(RuntimeError):
+class PeerError(ProblemsError, RuntimeError):
     """Another rank failed; the message is that rank's.
 
     problems: those that the error of that rank lists; empty if it lists none.
@@ -619,7 +620,7 @@ def raise_together(axis: Axis, device: torch.device | str = "cpu") -> Iterator[N
         # raise its message on the ranks that have not failed
         if number:
             source = axis.size - number
-            listed = getattr(error, "problems", [])
+            listed = error.problems if isinstance(error, ProblemsError) else []
             text = broadcast_text(json.dumps([str(error), listed]), axis, device, source)
             if error is None:
                 message, listed = json.loads(text)
