@@ -260,10 +260,8 @@ def layer_memory(work: Work, layout: Layout) -> LayerMemory:
 
     # activations: elements of a token
     attention = 2 * shape.attention_width + 2 * shape.kv_width
-    if layout.ep:
-        mlp = size.topk * (3 * size.expert_ffn + 2 * h)  # with the rows that go to experts and those that come back
-    else:
-        mlp = (3 if shape.gated else 2) * shape.ffn_size
+    of_experts = size.topk * (3 * size.expert_ffn + 2 * h)  # with the rows that go to experts and those that come back
+    mlp = of_experts if layout.ep else (3 if shape.gated else 2) * shape.ffn_size
     computed = 4 * h + attention + mlp
     saved = {"none": computed, "mlp": 2 * h + attention, "full": h}[layout.recompute]
     token_bytes = work.seq_length * layout.micro_batch / layout.tp * work.element
