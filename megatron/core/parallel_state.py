@@ -137,7 +137,7 @@ get_expert_tensor_parallel_world_size = _size("etp")
 get_expert_tensor_and_model_parallel_group = _group("ep_etp")
 get_expert_tensor_and_model_parallel_rank = _rank("ep_etp")
 get_expert_tensor_and_model_parallel_world_size = _size("ep_etp")
-# to core 0.9, whose tensor-parallel ranks share each expert
+# of older releases, whose tensor-parallel ranks share each expert
 get_tensor_and_expert_parallel_group = _group("ep_etp")
 get_tensor_and_expert_parallel_rank = _rank("ep_etp")
 get_tensor_and_expert_parallel_world_size = _size("ep_etp")
@@ -288,7 +288,7 @@ get_expert_data_parallel_world_size = accepts_defaults_only(with_gtp_remat=_ANY)
 
 
 def _of_data_modulo_expert(accessor: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an accessor of the ranks that have copies of the same experts, by its name to core 0.16."""
+    """Return an accessor of the ranks that have copies of the same experts, by its older name."""
 
     def get(*, with_context_parallel: bool = True, partial_expert_data_parallel: bool = False) -> Any:
         if not with_context_parallel and get_mesh()["cp"].size > 1:

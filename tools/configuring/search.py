@@ -1,6 +1,5 @@
 """Search the layouts of a job that fit in memory, by the prediction of tools/estimate_memory.py, fastest first."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -161,10 +160,15 @@ def _nothing_fits(
     """
     # the layout that needs least memory: of those predicted, and of the others the one with the smallest bound
     candidates = {prediction.layout: prediction.memory for prediction in predictions}
+    refusal = None
     for _, layout in sorted(too_large):
-        with contextlib.suppress(ConfigError):  # a run refuses it
+        try:
             candidates[layout] = predicted(work, flags_of(layout))
             break
+        except ConfigError as error:
+            refusal = error
+    if refusal is not None and not candidates:  # a run refuses them all
+        raise refusal
     layout = min(candidates, key=lambda layout: candidates[layout].total)
     memory = candidates[layout]
 

@@ -250,8 +250,11 @@ def until_reader_ends(work: Callable[[], int | None]) -> int | None:
     try:
         try:
             status = work()
-        except SystemExit:  # of --help
+        except SystemExit as end:  # of --help
             _flush_answers()
+            stream = _streams.get("stdout")
+            if stream is not None and stream.failure is not None and not end.code:
+                raise stream.failure from None  # argparse passes over the error of a write
             raise
         _flush_answers()
         return status

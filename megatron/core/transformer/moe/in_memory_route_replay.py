@@ -17,8 +17,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.moe.router import ParallelRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 
 class ReplayAction(Enum):
@@ -43,8 +43,8 @@ class RouteReplay:
         self.action: ReplayAction | None = None
         modules = [module for chunk in chunks for module in chunk.modules()]
         routers = [module for module in modules if isinstance(module, ParallelRouter)]
-        settings = [s for s in (getattr(module, "settings", None) for module in modules) if isinstance(s, MoEConfig)]
-        of_experts = next((s for s in settings if s.has_experts), None)
+        configs = [module.settings for module in modules if isinstance(module, ParallelRouter | TransformerBlock)]
+        of_experts = next((config for config in configs if config.has_experts), None)
         if of_experts is None:
             raise ValueError("RouteReplay: the modules have no router; give --num-experts")
         if not of_experts.moe_enable_routing_replay:

@@ -4,7 +4,7 @@
     routing_map, scores = compute_routing_scores_for_aux_loss(logits, topk, "sigmoid")
     loss = switch_load_balancing_loss_func(scores, routing_map.sum(0), len(scores), topk, num_experts, coefficient)
 
-T, E, K: tokens, experts of a layer, experts of a token. Signatures are those of core 0.14 to 0.19, and of the loss the older one
+T, E, K: tokens, experts of a layer, experts of a token. Signatures are those of the newer releases, and of the loss the older one
 too. Of equal scores the first expert or token is taken, where Megatron's may take any. `fused` makes no difference to the
 numbers. Megatron's file: megatron/core/transformer/moe/moe_utils.py.
 """
@@ -104,7 +104,7 @@ def switch_load_balancing_loss_func(
 ) -> Tensor:
     """Return coefficient x E / (K T^2) x the sum over experts of counts x sums of probs: a scalar.
 
-    Two signatures, since core 0.14 and before:
+    Two signatures, of newer and older releases:
 
         (probs [T, E], tokens_per_expert [E], total_num_tokens, topk, num_experts, moe_aux_loss_coeff, fused, padding_mask)
         (probs [T, E], tokens_per_expert [E], topk, moe_aux_loss_coeff, sequence_partition_group)
@@ -121,7 +121,7 @@ def switch_load_balancing_loss_func(
     if len(numbers) > len(names) or not needed <= given.keys() <= {*names} or by_name.keys() & {*names[: len(numbers)]}:
         raise TypeError(
             f"switch_load_balancing_loss_func: {len(numbers)} values after tokens_per_expert and {sorted(by_name)}; give "
-            f"{', '.join(newer[:4])}, or as before core 0.14 {', '.join(older[:2])}"
+            f"{', '.join(newer[:4])}, or as before {', '.join(older[:2])}"
         )
     group = given.get("sequence_partition_group", sequence_partition_group)
     padding_mask = given.get("padding_mask", padding_mask)

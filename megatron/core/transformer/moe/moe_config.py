@@ -102,7 +102,7 @@ class MoEConfig(AttentionConfig):
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] = option(
         "allgather",
         "how tokens reach experts on other ranks: alltoall: each token is sent to its experts; alltoall_seq: the same, by its "
-        "name in scripts up to core 0.12; allgather: every rank receives all tokens, which is less to send only if a token "
+        "name in older scripts; allgather: every rank receives all tokens, which is less to send only if a token "
         "visits more experts than there are ranks",
     )
     moe_grouped_gemm: bool = option(

@@ -184,7 +184,7 @@ class AllGatherDispatcher(TokenDispatcher):
         return autograd_collectives.reduce_scatter_sequence(terms, self.ranks.ep_etp)
 
 
-# alltoall_seq: Megatron's older all-to-all, to core 0.12, which gathers over the tensor-parallel ranks at another point
+# alltoall_seq: Megatron's older all-to-all, which gathers over the tensor-parallel ranks at another point
 DISPATCHERS = {"alltoall": AllToAllDispatcher, "alltoall_seq": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 
 
