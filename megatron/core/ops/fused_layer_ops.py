@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from megatron.core.ops.activations import OTHER_ACTIVATIONS, gated_region
 from megatron.core.ops.apply_rotary_angles import Rotation, rotated, rotated_interleaved
+from megatron.core.ops.cached_blocks import rows_in_cache
 from megatron.core.ops.compile.compiled_region import CompiledRegion
 from megatron.core.ops.dropout_masks import MaskWords, dropped
 from megatron.core.ops.region_formula_helpers import sum_over_rows, widen, widened_add_bias
@@ -209,13 +210,9 @@ def _blocks_of_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
     On a CPU a block of x fits the cache, where the next operation finds it; on an accelerator x is one block.
     """
-    rows = x.numel() // x.shape[-1]
-    if x.device.type == "cpu":
-        rows = max(1, _CACHED_ELEMENTS * torch.get_num_threads() // x.shape[-1])
-    return zip(*(each.reshape(-1, each.shape[-1]).split(max(1, rows)) for each in (x, *others)))
-
-
-_CACHED_ELEMENTS = 2**18  # per thread: 1 MB in float32
+    width = x.shape[-1]
+    rows = rows_in_cache(width) if x.device.type == "cpu" else max(1, x.numel() // width)
+    return zip(*(each.reshape(-1, each.shape[-1]).split(rows) for each in (x, *others)))
 
 
 def gated_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
