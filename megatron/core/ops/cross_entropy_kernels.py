@@ -35,10 +35,11 @@ class RowSums(NamedTuple):
     of_logits: Tensor  # zeros without label smoothing, which alone needs it
 
 
-def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool) -> RowSums:
+def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool, exps: Tensor | None = None) -> RowSums:
     """Return the sums of logits [tokens, v/t], [tokens] each. smoothing: also those of the logits themselves.
 
-    vocab: columns of this rank that are no padding. Nothing is communicated.
+    vocab: columns of this rank that are no padding. Nothing is communicated. exps: gets exp(logit - largest), [tokens, v/t];
+    it has the dtype of the logits, float32 or wider, and may be their memory. Not with `compiled`.
     """
     if compiled and vocab:
         return RowSums(*_SUMS(logits, vocab, smoothing))
@@ -51,7 +52,8 @@ def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool)
             if smoothing:
                 sum_logits[rows] = x.sum(dim=-1)
             largest[rows] = x.amax(dim=-1)
-            sum_exp[rows] = torch.sub(x, largest[rows].unsqueeze(-1), out=buffer).exp_().sum(dim=-1)
+            of_block = buffer if exps is None else exps[rows, :vocab]
+            sum_exp[rows] = torch.sub(x, largest[rows].unsqueeze(-1), out=of_block).exp_().sum(dim=-1)
     return RowSums(largest, sum_exp, sum_logits)
 
 
@@ -82,14 +84,34 @@ def logits_grad(
         grad = out[rows, :vocab]
         wide = grad if grad.dtype == x.dtype else buffer
         torch.sub(x, log_sum[rows].unsqueeze(-1), out=wide).exp_().mul_(factors.by_softmax[rows].unsqueeze(-1))
-        if factors.everywhere is not None:
-            wide -= factors.everywhere[rows].unsqueeze(-1)
-        if vocab:
-            column = target[rows].clamp(max=vocab - 1).unsqueeze(-1)
-            wide.scatter_add_(-1, column, -factors.at_target[rows].unsqueeze(-1))
+        _subtract_target_probabilities(wide, target, factors, rows)
         if wide is not grad:
             grad.copy_(wide)
     return out
+
+
+def logits_grad_from_exps(exps: Tensor, target: Tensor, factors: GradFactors, vocab: int, *, overwrite: bool) -> Tensor:
+    """Return the gradient of the logits [tokens, v/t] from the exponentials of `sums_of_rows`, in their dtype.
+
+    Arguments as those of `logits_grad`, except for factors.by_softmax: it multiplies the exponentials themselves.
+    overwrite: write the gradient into their memory.
+    """
+    out = exps if overwrite else torch.empty_like(exps)
+    out[:, vocab:] = 0.0
+    for rows, x, _ in _widened_blocks(exps, vocab, exps.dtype):
+        grad = torch.mul(x, factors.by_softmax[rows].unsqueeze(-1), out=out[rows, :vocab])
+        _subtract_target_probabilities(grad, target, factors, rows)
+    return out
+
+
+def _subtract_target_probabilities(grad: Tensor, target: Tensor, factors: GradFactors, rows: slice) -> None:
+    """Subtract, in place, what `GradFactors` says of the targets. grad: [rows, vocab], a block of all rows."""
+    vocab = grad.shape[-1]
+    if factors.everywhere is not None:
+        grad -= factors.everywhere[rows].unsqueeze(-1)
+    if vocab:
+        column = target[rows].clamp(max=vocab - 1).unsqueeze(-1)
+        grad.scatter_add_(-1, column, -factors.at_target[rows].unsqueeze(-1))
 
 
 def _widened_blocks(logits: Tensor, vocab: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:

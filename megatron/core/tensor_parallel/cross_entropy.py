@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.user_error_and_torchrun_error_file import sequence_parallel_hint
-from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, sums_of_rows
+from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, logits_grad_from_exps, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.rank_grid import Axis
@@ -38,15 +38,16 @@ def plain_cross_entropy_of(losses: Tensor) -> Tensor | None:
 
 class _Options(NamedTuple):
     compiled: bool  # run the work on rows compiled
-    overwrite: bool  # the backward writes the gradient into the memory of the logits
+    overwrite: bool  # exponentials and the gradient take the memory of the logits
     returns_plain: bool  # also return the cross entropy without smoothing and z-loss
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The loss and, where requested, the cross entropy without smoothing and z-loss, which has no gradient.
 
-    It saves the logits and log(sum exp), and computes the softmax again in the backward. That costs two passes over the
-    logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of GPT-2).
+    Logits of half precision are saved with log(sum exp), and the backward computes the softmax again. That costs two passes
+    over the logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of GPT-2). Of wider logits the
+    exponentials are saved in their place: as many bytes, and half of the work.
     """
 
     @staticmethod
@@ -67,19 +68,29 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         target = target.reshape(-1)  # [tokens]
         first_id = axis.rank * columns
         local_vocab = min(max(vocab_size - first_id, 0), columns)  # this rank's; the other columns are padding
-        sums = sums_of_rows(rows, local_vocab, smoothing=bool(smoothing), compiled=options.compiled)
+        # a target's logit is on one rank; the other ranks add zero
+        is_elsewhere = (target < first_id) | (target >= first_id + columns)
+        local_target = (target - first_id).masked_fill(is_elsewhere, 0).unsqueeze(-1)  # [tokens, 1]
+        target_logits = rows.gather(-1, local_target).squeeze(-1)  # [tokens]
+
+        saved, exps = logits, None
+        ctx.saves_exps = (
+            ctx.needs_input_grad[0] and not options.compiled and rows.dtype in (torch.float32, torch.float64)
+        )
+        if ctx.saves_exps:
+            if not (options.overwrite and logits.is_contiguous()):
+                saved = logits.new_empty(logits.shape)
+            exps = saved.view(-1, columns)  # [tokens, v/t]
+        sums = sums_of_rows(rows, local_vocab, smoothing=bool(smoothing), compiled=options.compiled, exps=exps)
 
         # log(sum exp): the sums of exp were taken with each rank's own maximum; rescale them to the largest of all
         largest = collectives.all_reduce(sums.largest.clone(), axis, "max")  # [tokens]
-        sum_exp = collectives.all_reduce(sums.of_exp * (sums.largest - largest).exp(), axis)
+        rescale = (sums.largest - largest).exp()
+        sum_exp = collectives.all_reduce(sums.of_exp * rescale, axis)
 
-        # sum_v q_v (x_v - largest): a target's logit is on one rank; the other ranks add zero
-        is_elsewhere = (target < first_id) | (target >= first_id + columns)
-        local_target = (target - first_id).masked_fill(is_elsewhere, 0).unsqueeze(-1)  # [tokens, 1]
+        # sum_v q_v (x_v - largest)
         everywhere, extra = _target_probabilities(vocab_size, smoothing)
-        at_target = (rows.gather(-1, local_target).squeeze(-1).to(sum_exp.dtype) - largest).masked_fill(
-            is_elsewhere, 0.0
-        )
+        at_target = (target_logits.to(sum_exp.dtype) - largest).masked_fill(is_elsewhere, 0.0)
         expected = at_target
         if smoothing:
             expected = extra * at_target + everywhere * (sums.of_logits - local_vocab * largest)
@@ -91,9 +102,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         loss = sum_exp.log() - expected
         log_sum = sum_exp.log() + largest
         # d loss / d l: the softmax is the gradient of l.
-        by_log_sum = 1 + 2 * z_loss * log_sum if z_loss else None
+        softmax_factor = 1 + 2 * z_loss * log_sum if z_loss else None
+        if ctx.saves_exps:  # of which a factor of each row makes the softmax
+            to_softmax = rescale / sum_exp
+            softmax_factor = to_softmax if softmax_factor is None else to_softmax * softmax_factor
 
-        ctx.save_for_backward(logits, log_sum, local_target, is_elsewhere, by_log_sum)
+        ctx.save_for_backward(saved, log_sum, local_target, is_elsewhere, softmax_factor)
         ctx.everywhere = everywhere
         ctx.extra = extra
         ctx.local_vocab = local_vocab
@@ -112,33 +126,32 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor, *_grad_of_plain: Tensor) -> tuple[Tensor | None, ...]:
         """grad: [s, b] -> the gradient of the logits [s, b, v/t].
 
-        Saved: the logits and log(sum exp), of which the softmax is computed again; the targets of this rank; the factor
-        of z-loss. No communication: each rank has the gradient of its own columns.
+        Saved: the logits and log(sum exp), of which the softmax is computed again, or the exponentials; the targets of
+        this rank; the factor of each row. No communication: each rank has the gradient of its own columns.
         """
         if ctx.options is None:
             raise RuntimeError(
                 "a second backward is not possible: the first has overwritten the logits with their gradient"
             )
-        logits, log_sum, local_target, is_elsewhere, by_log_sum = ctx.saved_tensors
+        saved, log_sum, local_target, is_elsewhere, softmax_factor = ctx.saved_tensors
         options = ctx.options
         if options.overwrite:
             ctx.options = None
         grad = grad.reshape(-1)  # [tokens]
         factors = GradFactors(
-            by_softmax=grad if by_log_sum is None else grad * by_log_sum,
+            by_softmax=grad if softmax_factor is None else grad * softmax_factor,
             at_target=ctx.extra * grad.masked_fill(is_elsewhere, 0.0),
             everywhere=ctx.everywhere * grad if ctx.everywhere else None,
         )
-        grad_logits = logits_grad(
-            logits.reshape(-1, logits.shape[-1]),
-            log_sum,
-            local_target.squeeze(-1),
-            factors,
-            ctx.local_vocab,
-            compiled=options.compiled,
-            overwrite=options.overwrite,
-        )
-        return grad_logits.view_as(logits), None, None, None, None, None, None
+        rows = saved.reshape(-1, saved.shape[-1])
+        target = local_target.squeeze(-1)
+        if ctx.saves_exps:
+            grad_logits = logits_grad_from_exps(rows, target, factors, ctx.local_vocab, overwrite=options.overwrite)
+        else:
+            grad_logits = logits_grad(
+                rows, log_sum, target, factors, ctx.local_vocab, compiled=options.compiled, overwrite=options.overwrite
+            )
+        return grad_logits.view_as(saved), None, None, None, None, None, None
 
 
 def _target_probabilities(vocab_size: int, smoothing: float) -> tuple[float, float]:
@@ -187,9 +200,9 @@ def losses_and_cross_entropy(
     `vocab_size` are padding, with probability 0. Every rank of the axis must call. Raises ValueError if logits and
     target differ in [s, b], and ConfigError for a target of `vocab_size` or more.
 
-    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the
-    backward writes the gradient into the memory of `logits`, which nobody may read after that; a second backward
-    raises RuntimeError.
+    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the forward (in
+    float32 or wider, uncompiled) and the backward write into the memory of `logits`, which nobody may read after this
+    call; a second backward raises RuntimeError.
     """
     has_terms = bool(label_smoothing or z_loss)
     options = _Options(compiled, overwrite, returns_plain=has_terms)

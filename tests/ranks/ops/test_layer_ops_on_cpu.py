@@ -7,6 +7,8 @@ from torch.nn import functional
 
 from megatron.core.ops import fused_layer_ops
 from megatron.core.ops.fused_layer_ops import REGIONS, gated_silu
+from megatron.core.parallel.rank_grid import ALONE
+from megatron.core.tensor_parallel.cross_entropy import sharded_cross_entropy
 
 SHAPES = [(6, 2, 16), (5, 3, 2, 8), (4, 1), (0, 3, 8)]
 
@@ -72,3 +74,42 @@ def test_gated_silu_by_blocks(shape: tuple[int, ...], dtype: torch.dtype, monkey
     y = gated_silu(x)
     assert torch.equal(y, expected)
     assert torch.equal(*(torch.autograd.grad(each, x, grad)[0] for each in (y, expected)))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cross_entropy(dtype: torch.dtype, overwrite: bool, layout: str):
+    """Rows whose largest logit is far below or above 0, and one whose target's probability underflows."""
+    logits = torch.randn(3, 2, 37) + torch.tensor([[-900.0, 0.0], [7.0, 900.0], [0.0, 0.0]]).unsqueeze(-1)
+    logits[2, 0, 4] = 500.0
+    logits = logits.to(dtype)
+    target = torch.tensor([[0, 5], [36, 3], [3, 4]])
+    leaf = logits.clone().requires_grad_()
+    mine = leaf * 1
+    if layout == "transposed":
+        mine = mine.transpose(0, 1).contiguous().transpose(0, 1)
+    losses = sharded_cross_entropy(mine, target, ALONE, overwrite=overwrite)
+    (grad,) = torch.autograd.grad(losses.sum(), leaf, retain_graph=True)
+    exact = logits.double().requires_grad_()
+    expected = functional.cross_entropy(exact.view(-1, 37), target.view(-1), reduction="none").view(3, 2)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), exact)
+    wide = torch.promote_types(dtype, torch.float32)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(
+        losses, expected.to(wide), rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=tolerance
+    )
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance / 100)
+    if overwrite:
+        with pytest.raises(RuntimeError, match="overwritten the logits"):
+            losses.sum().backward()
+    else:
+        assert torch.equal(mine, logits)
+        assert torch.equal(torch.autograd.grad(losses.sum(), leaf)[0], grad)
+
+
+def test_cross_entropy_without_a_gradient_leaves_the_logits():
+    logits = torch.randn(4, 2, 9)
+    before = logits.clone()
+    sharded_cross_entropy(logits, torch.zeros(4, 2).long(), ALONE, overwrite=True)
+    assert torch.equal(logits, before)

@@ -195,7 +195,7 @@ class LanguageModelStage(nn.Module):
         terms = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_coeff} if self.training else {}
         compiled = compiles(config, logits.device)
         loss, cross_entropy = losses_and_cross_entropy(
-            logits, labels, self.axis, self.vocab_size, **terms, compiled=compiled, overwrite=compiled
+            logits, labels, self.axis, self.vocab_size, **terms, compiled=compiled, overwrite=True
         )
         return loss if cross_entropy is loss else torch.stack((loss, cross_entropy), dim=-1)
 

@@ -194,21 +194,33 @@ class _GroupedProduct(torch.autograd.Function):
 def _write_products(
     write: Callable[..., None], out: Tensor, x: Tensor, weight: Tensor, counts: tuple[int, ...], matmul: MatmulBackend
 ) -> None:
-    """Write the product of each expert's rows with its matrix. x: [rows, ..], out: [rows, ..], weight: [E, .., in]
+    """Write the product of each expert's rows with its matrix. x: [rows, ..], out: [rows, ..], weight: [E, .., in]"""
+    sizes = [matmul.rows_of_product(rows, x) for rows in counts]
+    if sizes != list(counts):
+        _write_products_of_more_rows(write, out, x, weight, counts, sizes)
+        return
+    blocks = zip(out.split(counts), x.split(counts), _matrices(weight))
+    for part, rows, matrix in blocks_to_compute(blocks, lambda block: len(block[1])):
+        if len(rows):
+            write(part, rows, matrix, None)
 
-    `rows_of_product` may ask for more rows than an expert has. They are those of the experts behind it, whose own products
-    overwrite them; behind the last experts there are none, so the last rows of all are taken, and only the expert's are kept.
+
+def _write_products_of_more_rows(
+    write: Callable[..., None], out: Tensor, x: Tensor, weight: Tensor, counts: tuple[int, ...], sizes: list[int]
+) -> None:
+    """Do as `_write_products`, by products of `sizes` rows, each at least those of its expert.
+
+    More rows than an expert has are those of the experts behind it, whose own products overwrite them; behind the last experts
+    there are none, so the last rows of all are taken, and only the expert's are kept.
     """
 
     def rows_in_memory(block: tuple) -> int:
-        start, rows, _ = block
-        size = matmul.rows_of_product(rows, x)
+        start, rows, size, _ = block
         is_copied = rows < size <= len(x) < start + size
         return size * (2 if is_copied else 1)
 
-    blocks = zip(accumulate(counts, initial=0), counts, _matrices(weight))
-    for start, rows, matrix in blocks_to_compute(blocks, rows_in_memory):
-        size = matmul.rows_of_product(rows, x)
+    blocks = zip(accumulate(counts, initial=0), counts, sizes, _matrices(weight))
+    for start, rows, size, matrix in blocks_to_compute(blocks, rows_in_memory):
         if size > len(x):
             size = rows
         if rows == 0:
