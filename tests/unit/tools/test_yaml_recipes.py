@@ -79,6 +79,41 @@ def test_memory_is_predicted_of_every_recipe(path: Path, capsys):
     assert 0 <= rows_beyond(path, int(counted.replace(",", ""))) <= 2 * int(ranks) + 1
 
 
+COUNTED = [path for path in OWN_WEIGHTS if path.parent.name == "recipes"]
+COSTLY = [path for path in COUNTED if "tokenizer-type:" not in path.read_text()]  # seconds each, at their published size
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.full] * (p in COSTLY)) for p in COUNTED], ids=lambda path: path.stem
+)
+def test_a_comment_says_the_parameters_that_the_recipe_has(path: Path, capsys):
+    """Exactly: with the recipe's own tokenizer, or else with one that has as many tokens as the published vocabulary."""
+    text = path.read_text()
+    flags = flags_of(path)
+    if path in COSTLY:
+        (words,) = re.findall(r"^ *vocab-size: (\d+)$", text, re.MULTILINE)
+        flags += ["--vocab-size", str(int(words) - 1)]  # a NullTokenizer has one token more than words
+    assert estimate.run(flags) == 0
+    counted = int(capsys.readouterr().out.partition(" parameters; ")[0].replace(",", ""))
+    assert counted == parameters_of(path)
+
+    # "of which a token visits": without the experts that it is not sent to
+    transformer = read(flags).job.runtime.config.transformer
+    visited = [int(number.replace(",", "")) for number in re.findall(r"a token visits (\d[\d,]{3,})", text)]
+    for number in visited:
+        width = transformer.moe_ffn_hidden_size or transformer.ffn_hidden_size
+        expert = 3 * transformer.hidden_size * width  # gate, up and down
+        others = transformer.num_experts - transformer.moe_router_topk
+        assert number == counted - transformer.num_layers * others * expert
+    assert bool(visited) == (transformer.num_experts is not None and "tiny" not in path.stem)
+
+
+def test_a_comment_in_millions_is_rounded_from_the_parameters():
+    path = EXAMPLES / "shakespeare_char.yaml"
+    (millions,) = re.findall(r"# ([\d.]+) million parameters", path.read_text())
+    assert millions == f"{parameters_of(path) / 1e6:.1f}"
+
+
 @pytest.mark.parametrize("path", OWN_WEIGHTS, ids=lambda path: path.stem)
 def test_the_walkthrough_shows_the_model_of_every_recipe(path: Path, capsys):
     """At its full size: the parameters of its stages have the published number of elements."""
