@@ -15,6 +15,12 @@
 #   VENV PYTHON  see examples/setup_env.sh
 set -euo pipefail
 
+# --help prints the lines above, before anything is made.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit ;;
+esac
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 case $VENV in /*) ;; *) VENV=$PWD/$VENV ;; esac
@@ -24,6 +30,10 @@ MAX_MB=${MAX_MB:-32}
 DEVICE=${DEVICE:-cpu}
 PROMPT=${PROMPT:-"def "}
 
+if [ $# -gt 0 ]; then
+    echo "quickstart: it takes no arguments, and was given: $*; --help says what it takes from the environment" >&2
+    exit 2
+fi
 if ! [ "$TRAIN_ITERS" -ge 4 ] 2>/dev/null; then
     echo "quickstart: TRAIN_ITERS ($TRAIN_ITERS) must be a number from 4 up: the run is divided into quarters" >&2
     exit 2

@@ -9,6 +9,12 @@
 # pip takes its own settings from the environment as ever, for example which index to install from.
 set -euo pipefail
 
+# --help prints the lines above, before anything is made.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit ;;
+esac
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 STAMP=$VENV/installed_from.txt  # written last, so an interrupted installation is done again
@@ -17,6 +23,8 @@ fail() {
     echo "setup_env: $*" >&2
     exit 1
 }
+
+[ $# = 0 ] || fail "it takes no arguments, and was given: $*"
 
 is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null

@@ -3,6 +3,13 @@
 # 5.23.0 and 4.57.6 about them, each in an environment of its own, and run tests/real. About 1 GB; needs npm, and some minutes.
 # PYTHON names the interpreter that has torch and pytest.
 set -euo pipefail
+
+# --help prints the lines above, before anything is made.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit ;;
+esac
+
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 root=${REAL_ARTEFACTS:-.artefacts}

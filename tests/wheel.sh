@@ -1,6 +1,13 @@
 #!/usr/bin/env bash
 # What is installed works away from the checkout: the commands, and a recipe that the documents name.
 set -euo pipefail
+
+# --help prints the lines above, before anything is made.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit ;;
+esac
+
 cd "$(mktemp -d)"
 python -m megatron
 examples=$(python -m megatron examples)

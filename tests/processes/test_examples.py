@@ -101,6 +101,36 @@ def test_a_missing_environment_is_said(tmp_path):
     assert tells(done.stderr, "pretrain_llama /nowhere/bin/python examples/setup_env.sh")
 
 
+HEADED = ["examples/setup_env.sh", "examples/quickstart.sh", "tests/run.sh", "tests/wheel.sh", "tests/real.sh"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--fast", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("script", HEADED)
+def test_help_is_shown_before_anything_is_made(script, words, tmp_path):
+    """No folder, no environment, no Python, and nothing of the PATH but the shell's own tools."""
+    environment = {"VENV": str(tmp_path / "venv"), "PYTHON": "/nowhere/python", "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    environment |= {"REAL_ARTEFACTS": str(tmp_path / "real")}
+    done = subprocess.run(
+        ["bash", str(ROOT / script), *words], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
+    comment = []
+    for line in (ROOT / script).read_text().splitlines()[1:]:
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").removeprefix(" "))
+    assert done.stdout.splitlines() == comment
+
+
+@pytest.mark.parametrize("script", ["setup_env", "quickstart"])
+def test_a_script_without_arguments_refuses_them_before_anything_is_made(script, tmp_path):
+    done = bash([str(EXAMPLES / f"{script}.sh"), "--train-iters", "9"], tmp_path, VENV=str(tmp_path / "venv"))
+    assert done.returncode != 0
+    assert tells(done.stderr, f"{script} --train-iters 9")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
 # ---------------------------------------------------------------- clusters
 
 SRUN = """#!/usr/bin/env bash
