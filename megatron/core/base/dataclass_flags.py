@@ -347,6 +347,10 @@ class ReadFlags(NamedTuple):
     unreadable: dict[str, str]  # field -> problem of its value
 
 
+# argparse's own pattern knows neither exponents nor words, and takes -1e5 and -inf for flags.
+_NEGATIVE_NUMBER = re.compile(r"-((\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?|inf|infinity|nan)$", re.IGNORECASE)
+
+
 class FlagParser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError instead of exiting, so that every rank reports alike and stops."""
 
@@ -354,6 +358,7 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **{"usage": "%(prog)s [flags]"} | options)
         if self.add_help:
             self.add_argument("--version", action="version", version=version_text(), help="print the version")
+        self._negative_number_matcher = _NEGATIVE_NUMBER
         self._unreadable: dict[str, str] = {}
         self.refused: set[str] = set()  # Megatron's flags that are parsed only to explain why they are refused
         self.own: list[argparse.Action] = []  # the script's flags
@@ -492,9 +497,9 @@ def repeated_flags(parser: FlagParser, argv: Sequence[str]) -> list[str]:
 def unknown_problems(words: Sequence[str], parser: FlagParser) -> list[str]:
     """Return one line for each unknown flag among `words`, or one for all if none is a flag.
 
-    `-1` is a value, not a flag.
+    `-1` is a value, not a flag, and so is `-inf`.
     """
-    flags = [word for word in words if re.match(r"--?[A-Za-z_]", word)]
+    flags = [word for word in words if re.match(r"--?[A-Za-z_]", word) and not _NEGATIVE_NUMBER.match(word)]
     if flags:
         return [unknown_flag_message(flag, parser.known_flags(), parser.refused) for flag in flags]
     return [f"{' '.join(words)} does not belong to any flag"]
