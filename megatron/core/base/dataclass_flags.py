@@ -516,6 +516,24 @@ def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] =
 
 
 _OTHER_PROGRAMS_NAMES = {"--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-steps": "--train-iters"}
+# What papers and logs call these settings. (DP has no flag: it is what the other axes leave of the ranks.)
+_ABBREVIATIONS = {
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--vpp": "--num-virtual-stages-per-pipeline-rank",
+    "--cp": "--context-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--etp": "--expert-tensor-parallel-size",
+    "--sp": "--sequence-parallel",
+    "--mbs": "--micro-batch-size",
+    "--gbs": "--global-batch-size",
+    "--gqa": "--group-query-attention",
+    "--wd": "--weight-decay",
+    "--lr-warmup": "--lr-warmup-iters",
+    "--warmup": "--lr-warmup-iters",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--warmup-ratio": "--lr-warmup-fraction",
+}
 _MIN_SIMILARITY = 0.8  # share of equal letters; difflib's default of 0.6 suggests --lr for --xavier
 
 
@@ -528,7 +546,8 @@ def _longer_flags(name: str, known: list[str]) -> list[str]:
 def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> str | None:
     """Return the known flag nearest to `flag`.
 
-    It differs by hyphens, by --no-, by being a unique continuation, or by a typing error.
+    It differs by hyphens, by --no-, by being the long form of the field's abbreviation (--tp, --tp-size, --mbs) or a
+    unique continuation, or by a typing error.
 
     None if the nearest is in `refused`: the next nearest would have another meaning.
     """
@@ -538,7 +557,7 @@ def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> 
 
 def _nearest(flag: str, known: list[str]) -> str | None:
     plain = "--" + flag.lstrip("-").replace("_", "-")
-    ours = _OTHER_PROGRAMS_NAMES.get(plain)
+    ours = _OTHER_PROGRAMS_NAMES.get(plain) or _ABBREVIATIONS.get(plain.removesuffix("-size"))
     if ours in known:
         return ours
     opposite = f"--{plain[5:]}" if plain.startswith("--no-") else f"--no-{plain[2:]}"

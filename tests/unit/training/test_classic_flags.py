@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.base.dataclass_flags import ConfigError, flags_of, option_fields
+from megatron.core.base.dataclass_flags import ConfigError, flags_of, option_fields, unknown_flag_message
 from megatron.training.arguments.command_line import make_parser, parse_args
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.arguments.ignored_and_refused_flags import (
@@ -138,6 +138,42 @@ def test_no_flag_that_is_refused_is_suggested():
     for problem in problems_of([slip for slip in slips if slip not in PARSER.known_flags()]):
         suggested = problem.partition("; did you mean ")[2].rstrip("?").split(" or ")
         assert not {*suggested} & {*REFUSED}, problem
+
+
+ABBREVIATED = [
+    ("--tp", "--tensor-model-parallel-size"),
+    ("--tp-size", "--tensor-model-parallel-size"),
+    ("--pp=2", "--pipeline-model-parallel-size"),
+    ("--vpp", "--num-virtual-stages-per-pipeline-rank"),
+    ("--cp", "--context-parallel-size"),
+    ("-cp", "--context-parallel-size"),
+    ("--ep", "--expert-model-parallel-size"),
+    ("--ep_size", "--expert-model-parallel-size"),
+    ("--etp", "--expert-tensor-parallel-size"),
+    ("--sp", "--sequence-parallel"),
+    ("--mbs", "--micro-batch-size"),
+    ("--gbs", "--global-batch-size"),
+    ("--gqa", "--group-query-attention"),
+    ("--wd", "--weight-decay"),
+    ("--lr-warmup", "--lr-warmup-iters"),
+    ("--warmup-steps", "--lr-warmup-iters"),
+    ("--warmup_ratio", "--lr-warmup-fraction"),
+]
+
+
+@pytest.mark.parametrize(("short", "flag"), ABBREVIATED)
+def test_the_fields_abbreviation_suggests_the_flag_it_stands_for(short: str, flag: str):
+    assert short not in PARSER.known_flags()
+    assert flag in PARSER.known_flags()
+    assert unknown_flag_message(short, PARSER.known_flags(), PARSER.refused) == (
+        f"unknown flag {short}; did you mean {flag}?"
+    )
+    # a tool that has no such flag suggests none
+    assert flag not in unknown_flag_message(short, ["--load", "--cp-comm-type"])
+
+
+def test_an_abbreviation_without_a_flag_of_its_own_suggests_none():
+    assert "did you mean" not in unknown_flag_message("--dp", PARSER.known_flags(), PARSER.refused)
 
 
 def test_a_table_has_rows_of_flags_that_share_a_reason():
