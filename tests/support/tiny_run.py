@@ -156,10 +156,10 @@ def build_chunks(
     vocab: int = VOCAB,
     subject: Subject = GPT,
     offload_store: OffloadAllocator | None = None,
-    frozen: str = "",
+    frozen: str | Callable[[str], bool] = "",
     full_matrix_params: Callable[[dict[str, Placement]], Collection[str]] = lambda placements: (),
 ) -> tuple[dict[int, DistributedDataParallel], SampleDropoutKeys, WeightGradStore]:
-    """This rank's stages in their buffers. frozen: parameters whose names have this in them are not trained."""
+    """This rank's stages in their buffers. frozen: parameters whose names have this in them, or that it says of, are not trained."""
     keys, store, chunks = SampleDropoutKeys(SEED), WeightGradStore(), {}
     config, stages = layout.applied_to(config), layout.stages
     poisoned = replace(layout.data_parallel, poison_released_buffers=layout.poison)
@@ -185,7 +185,7 @@ def build_chunks(
         initialize_parameters(model, SEED, mesh)
         named = dict(model.named_parameters())
         for name, parameter in named.items() if frozen else ():
-            parameter.requires_grad_(frozen not in name)
+            parameter.requires_grad_(not frozen(name) if callable(frozen) else frozen not in name)
         params_tier = offload_store if layout.offload.offload_params else None
         whole = full_matrix_params({name: p.placement for name, p in named.items()})
         chunks[stage] = DistributedDataParallel(model, mesh, poisoned, store, offload_store=params_tier, unsplit=whole)
@@ -242,7 +242,7 @@ class TinyTrainer:
         optimizer: OptimizerConfig | None = None,
         texts: Texts = Texts(),
         subject: Subject = GPT,
-        frozen: str = "",
+        frozen: str | Callable[[str], bool] = "",
         scaler: DynamicGradScaler | None = None,
         kind: Callable[..., FlatOptimizer] | None = None,
         group_of: GroupRule = default_group,

@@ -364,6 +364,44 @@ def test_dispatch_begins_before_the_shared_experts_and_is_waited_for_after_them(
         assert len(found) == 2, events  # in the forward, and the gradients of the rows in the backward
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2, m=1), Layout(tp=2, dp=2, ep=2, m=1)], ids=str)
+@pytest.mark.parametrize("recompute", ["uniform 1", "moe", "none"])
+@pytest.mark.parametrize("trained", ["mlp.shared_experts.", "mlp.experts.", "mlp.router."])
+def test_what_is_sent_is_waited_for_whichever_parameters_train(trained: str, recompute: str, layout: Layout):
+    """A recomputation ends with the last tensor that the backward needs. No rows may be under way then, also where only the
+    shared experts are needed, which are computed while rows travel."""
+    config = replace(
+        LLAMA,
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=8,
+        moe_shared_expert_overlap=True,
+        num_layers=1,
+    )
+    if recompute == "moe":
+        layout = replace(layout, recompute="selective")
+        config = replace(config, recompute_granularity="selective", recompute_modules=["moe"])
+    else:
+        layout = replace(layout, recompute=recompute)
+
+    def work(mesh: Mesh, config: ModelConfig) -> tuple[Counter, float]:
+        calls = Counter()
+
+        def listen(call, tensor, *, is_result: bool) -> None:
+            if call.op.startswith("all_to_all"):
+                calls["waited for" if is_result else "started"] += 1
+
+        frozen = lambda name: trained not in name
+        tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT, frozen=frozen)
+        mesh.ledger.listener = listen
+        return calls, tiny.step(0).grad_norm
+
+    without_overlap = replace(config, moe_shared_expert_overlap=False)
+    (_, expected), *_ = run_ranks(layout.sizes, lambda mesh: work(mesh, without_overlap))
+    for calls, norm in run_ranks(layout.sizes, lambda mesh: work(mesh, config)):
+        assert calls["started"] == calls["waited for"] > 0
+        assert norm == pytest.approx(expected, rel=1e-12) and norm > 0
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_a_rank_without_rows_trains_with_the_others(stage: int):
     """All tokens choose two experts of the first rank; the second rank's experts have gradients of zero."""

@@ -62,9 +62,12 @@ class ParallelMoE(nn.Module):
             tokens = tokens * weights.to(tokens.dtype)
             weights = torch.ones_like(weights)
         dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config.num_experts, self.context.experts)
-        dispatcher.start(tokens, ids, weights, kept)
         shared = None
-        if self.shared_experts is not None and config.moe_shared_expert_overlap:
+        overlaps = self.shared_experts is not None and config.moe_shared_expert_overlap
+        if overlaps and self.backward_ends_with_shared(tokens, weights):
+            shared = self.shared(layer_input)
+        dispatcher.start(tokens, ids, weights, kept)
+        if overlaps and shared is None:
             shared = self.shared(layer_input)  # while rows travel
         y = dispatcher.finish(self.experts).view(x.shape)
         if divides:
@@ -82,6 +85,16 @@ class ParallelMoE(nn.Module):
         if divides and x.shape[0] % tp.axis.size and not torch.is_grad_enabled():
             divides = False  # generation, of one token: every rank routes it
         return divides, self.context.divided_rows if divides else self.context.rows
+
+    def backward_ends_with_shared(self, tokens: Tensor, weights: Tensor) -> bool:
+        """Return whether a backward needs nothing of the experts: with them and all before them frozen, as adapters may.
+
+        A recomputation of the layer ends once it has what the backward needs. That must not be while rows travel, because
+        nobody would wait for them.
+        """
+        if not torch.is_grad_enabled() or tokens.requires_grad or weights.requires_grad:
+            return False
+        return not any(parameter.requires_grad for parameter in self.experts.parameters())
 
     def shared(self, x: Tensor) -> Tensor:
         """Return the result of the shared experts: x [s, b, h] ([s/t, b, h]) -> the same shape."""
