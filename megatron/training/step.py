@@ -263,7 +263,7 @@ def non_finite_problem(shared: SharedTotals, norm: float, scaler: GradScaler | N
     elif isinstance(scaler, DynamicGradScaler):
         scale_text = f"The step before overflowed too, and the loss scale is at its minimum (--min-loss-scale {scaler.minimum}). "
     return (
-        f"{loss_text}the gradient's norm is {norm} (losses on this rank: {shared.report}); nothing was updated in this "
-        f"step. {scale_text}"
+        f"{loss_text}the gradient's norm is {norm} (losses on this rank: {shared.report}); no parameter was updated in "
+        f"this step. {scale_text}"
         "Lower --lr or check the data; --no-check-for-nan-in-loss-and-grad continues regardless"
     )

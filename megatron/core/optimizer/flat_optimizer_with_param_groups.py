@@ -182,7 +182,7 @@ class FlatOptimizerWithParamGroups:
             advice = "Lower the rate, check the data"
             if scaler is not None:
                 advice += f", or lower the smallest loss scale (the scale is {scaler.scale:g})"
-            raise FloatingPointError(f"the gradient norm is {self.norm}; nothing was updated. {advice}")
+            raise FloatingPointError(f"the gradient norm is {self.norm}; no parameter was updated. {advice}")
         if scaler is not None:
             scaler.update(self.overflow)
         if not self.overflow:

@@ -31,6 +31,7 @@ from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.inference.top_k_top_p_sampling import greedy
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.ops.count_flops_by_module import stage_flops
+from megatron.core.optimizer.loss_scaler import DynamicGradScaler
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.tensor_parallel.linear_autograd import TorchMatmul
@@ -41,6 +42,7 @@ from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
 from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
+from megatron.training.step import NotFiniteError
 from tools.estimating.measure import measure
 
 FLAGS = (
@@ -400,6 +402,35 @@ def test_what_is_sent_is_waited_for_whichever_parameters_train(trained: str, rec
     for calls, norm in run_ranks(layout.sizes, lambda mesh: work(mesh, config)):
         assert calls["started"] == calls["waited for"] > 0
         assert norm == pytest.approx(expected, rel=1e-12) and norm > 0
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_step_without_an_update_moves_the_expert_bias_and_no_parameter(checked: bool):
+    """As Megatron's does; the message of a step that is stopped says no more than that."""
+    config = replace(LLAMA, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+
+    def work(mesh: Mesh) -> tuple[str, bool, list[str]]:
+        scaler = DynamicGradScaler(2.0, minimum=2.0, window=4, hysteresis=1)
+        tiny = TinyTrainer(mesh, config, Layout(m=2), global_batch=BATCH, subject=SUBJECT, scaler=scaler)
+        (chunk,) = tiny.model
+        for name, parameter in chunk.module.named_parameters():
+            if name.endswith("final_layernorm.weight"):
+                parameter.data.fill_(torch.nan)
+        before = {name: x.clone() for name, x in chunk.module.state_dict().items()}
+        said, skipped = "", False
+        try:
+            skipped = tiny.step(0, check_finite=checked).skipped
+        except NotFiniteError as error:
+            said = str(error)
+        after = chunk.module.state_dict()
+        return said, skipped, [name for name, x in before.items() if not torch.equal(x.nan_to_num(), after[name].nan_to_num())]
+
+    ((said, skipped, changed),) = run_ranks({}, work)
+    assert changed and all(name.endswith("mlp.router.expert_bias") for name in changed), changed
+    if checked:
+        assert "no parameter was updated" in said and "nothing" not in said
+    else:
+        assert skipped
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
