@@ -280,8 +280,12 @@ def of_recipes(tree: Path, recorder: Recorder) -> Iterator[Command]:
 
 
 def filled_in(text: str, spec: Mapping[str, Any]) -> str:
-    """Return a recipe's text with the values of the expressions in its braces."""
-    return re.sub(r"\{([^{}]*)\}", lambda found: str(eval(found[1], dict(spec))), text)
+    """Return a recipe's text with the values of the expressions in its braces. Doubled braces are the shell's, as in ${{A[@]}}."""
+
+    def value(found: re.Match) -> str:
+        return found[0][0] if found[1] is None else str(eval(found[1], dict(spec)))
+
+    return re.sub(r"\{\{|\}\}|\{([^{}]*)\}", value, text)
 
 
 def of_functional_tests(tree: Path) -> Iterator[Command]:

@@ -16,7 +16,17 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from launch_scripts import TAGS, Command, Recorder, measure, of_scripts, our_problems, words_of_value, write_recorders
+from launch_scripts import (
+    TAGS,
+    Command,
+    Recorder,
+    filled_in,
+    measure,
+    of_scripts,
+    our_problems,
+    words_of_value,
+    write_recorders,
+)
 
 from megatron.porting.flags_in_launch_scripts import flags_of_shell
 
@@ -73,6 +83,15 @@ def test_a_script_starts_what_it_would_start_and_nothing_runs(tree: Path):
 )
 def test_a_value_becomes_the_words_that_the_runner_makes_of_it(value, words):
     assert words_of_value(value, is_quoted=True) == words
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{model}-{size * 2}", "run.sh ${{ARGUMENTS[@]}}", "${{RUN:-{model}}} {{a}}", "{{{model}}}", 'f() {{ echo "{size}"; }}'],
+)
+def test_the_braces_of_a_recipe_are_those_of_a_python_f_string(text: str):
+    model, size = "gpt", 3
+    assert filled_in(text, {"model": model, "size": size}) == eval(f"f{text!r}")  # Python itself is the oracle
 
 
 def test_our_parser_and_its_rules_judge_a_command():
