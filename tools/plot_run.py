@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -272,10 +273,40 @@ def draw(runs: dict[str, Curves], output: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="medium" if len(runs) <= 10 else "x-small")
+    uncover_curves(figure)
     with naming_flag("--output", output, "choose a file that can be written"):
         Path(output).absolute().parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=120, format="png")
     pyplot.close(figure)
+
+
+def uncover_curves(figure: Any) -> None:
+    """Move the legends that cover a curve: above the curves, which get the height for it, or beside the panel if they are tall.
+
+    figure: matplotlib's Figure.
+    """
+    legends = {axes: axes.get_legend() for axes in figure.axes if axes.get_legend() is not None}
+    above = set()  # the panels whose legend lies above the curves
+    is_moved = True
+    while is_moved:  # a legend beside a panel makes others narrower
+        is_moved = False
+        figure.canvas.draw()  # matplotlib chooses places when it draws
+        for axes, legend in list(legends.items()):
+            place = legend.get_window_extent().padded(4)  # half of the broadest curve's width, in pixels
+            curves = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
+            if not any(curve.intersects_bbox(place, filled=False) for curve in curves):
+                continue
+            is_moved = True
+            share = place.height / axes.get_window_extent().height
+            if share < 0.45 and axes not in above:
+                above.add(axes)
+                bottom, top = axes.get_ylim()
+                axes.set_ylim(bottom, bottom + (top - bottom) / (0.93 - share))
+                legend.set_loc("upper right")
+            else:
+                legend.set_loc("upper left")
+                legend.set_bbox_to_anchor((1.01, 1))
+                del legends[axes]
 
 
 def run(config: PlotRunConfig) -> None:

@@ -1,5 +1,7 @@
 """tools/plot_run.py reads what the product writes, as a log and as a metrics file, and says what is wrong with other files."""
 
+from pathlib import Path
+
 import pytest
 from said import tells
 
@@ -204,3 +206,56 @@ def test_an_output_that_is_no_png_by_its_name_is_refused(tmp_path, capsys, monke
     assert plot_run.main(["--log", "run", "--output", output]) == 2
     assert tells(capsys.readouterr().err, f"plot_run --output {output} PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+CURVES = {
+    "falling": lambda i: 8 - i / 5,
+    "two levels": lambda i: 4.0 * (i % 2),
+    "all over": lambda i: float((i * 7919) % 31),
+    "flat": lambda i: 1.0,
+}
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full), 7, pytest.param(14, marks=pytest.mark.full)])
+@pytest.mark.parametrize("shape", CURVES)
+def test_no_legend_covers_a_curve(shape: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Looked up in the picture's own pixels: what is drawn without legends is drawn with them too, behind none of them."""
+    import numpy
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    runs = {}
+    for number in range(count):
+        values = {10 * i: CURVES[shape](i) + number / 7 for i in range(1, 31)}
+        curves = runs[f"a run with a long name {number}"] = plot_run.Curves()
+        for name in curves.of:
+            curves.of[name] = values
+    plot_run.draw(runs, str(tmp_path / "x.png"))
+    (figure,) = figures
+    monkeypatch.undo()
+    figure.canvas.draw()
+    places = [axes.get_legend().get_window_extent() for axes in figure.axes if axes.get_visible()]
+    assert len(places) == len(plot_run.PANELS)
+
+    def points() -> numpy.ndarray:
+        """Pixels of curves alone: [n, (x, y)]"""
+        figure.set_layout_engine("none")  # nothing moves
+        for axes in figure.axes:
+            axes.grid(False)
+            axes.set_title("")
+            if axes.get_legend() is not None:
+                axes.get_legend().set_visible(False)
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+            axes.set(xlabel="", ylabel="", xticks=[], yticks=[])
+        figure.canvas.draw()
+        picture = numpy.asarray(figure.canvas.buffer_rgba())[..., :3]
+        y, x = numpy.nonzero((picture != 255).any(-1))
+        return numpy.stack([x, picture.shape[0] - y], -1)
+
+    drawn = points()
+    for place in places:
+        inside = (drawn > (place.x0 + 2, place.y0 + 2)) & (drawn < (place.x1 - 2, place.y1 - 2))
+        assert not inside.all(-1).any()
+    pyplot.close(figure)
