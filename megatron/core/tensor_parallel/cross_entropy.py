@@ -38,7 +38,7 @@ def plain_cross_entropy_of(losses: Tensor) -> Tensor | None:
 
 class _Options(NamedTuple):
     compiled: bool  # run the work on rows compiled
-    overwrite: bool  # exponentials and the gradient take the memory of the logits
+    overwrite: bool  # exponentials and the gradient may take the memory of the logits
     returns_plain: bool  # also return the cross entropy without smoothing and z-loss
 
 
@@ -47,7 +47,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     Logits of half precision are saved with log(sum exp), and the backward computes the softmax again. That costs two passes
     over the logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of GPT-2). Of wider logits the
-    exponentials are saved in their place: as many bytes, and half of the work.
+    exponentials are saved in their place: as many bytes, and half of the work. Compiled, the logits are saved in every dtype.
+
+    The backward writes the gradient into the saved memory, unless that is the caller's or a later backward will read it.
     """
 
     @staticmethod
@@ -73,11 +75,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local_target = (target - first_id).masked_fill(is_elsewhere, 0).unsqueeze(-1)  # [tokens, 1]
         target_logits = rows.gather(-1, local_target).squeeze(-1)  # [tokens]
 
-        saved, exps = logits, None
-        ctx.saves_exps = (
-            ctx.needs_input_grad[0] and not options.compiled and rows.dtype in (torch.float32, torch.float64)
-        )
-        if ctx.saves_exps:
+        # Detached: logits that are a view, as those of a module with a full backward hook, must not change in the graph.
+        saved = logits.detach()
+        exps = None
+        is_wide = rows.dtype in (torch.float32, torch.float64)
+        saves_exps = ctx.needs_input_grad[0] and is_wide and not options.compiled
+        if saves_exps:
             if not (options.overwrite and logits.is_contiguous()):
                 saved = logits.new_empty(logits.shape)
             exps = saved.view(-1, columns)  # [tokens, v/t]
@@ -103,7 +106,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum = sum_exp.log() + largest
         # d loss / d l: the softmax is the gradient of l.
         softmax_factor = 1 + 2 * z_loss * log_sum if z_loss else None
-        if ctx.saves_exps:  # of which a factor of each row makes the softmax
+        if saves_exps:  # of which a factor of each row makes the softmax
             to_softmax = rescale / sum_exp
             softmax_factor = to_softmax if softmax_factor is None else to_softmax * softmax_factor
 
@@ -111,7 +114,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.everywhere = everywhere
         ctx.extra = extra
         ctx.local_vocab = local_vocab
-        ctx.options = options
+        ctx.compiled = options.compiled
+        ctx.saves_exps = saves_exps
+        # exponentials are in memory of their own, or in that of logits which may be overwritten
+        ctx.may_overwrite = saves_exps or options.overwrite
 
         if z_loss:
             loss = loss + z_loss * log_sum**2
@@ -129,14 +135,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         Saved: the logits and log(sum exp), of which the softmax is computed again, or the exponentials; the targets of
         this rank; the factor of each row. No communication: each rank has the gradient of its own columns.
         """
-        if ctx.options is None:
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                "a second backward is not possible: the first has overwritten the logits with their gradient"
+                "create_graph=True: the vocabulary-parallel cross entropy has no second derivative; for one, call the model "
+                "without labels, and take the loss of its logits by torch.nn.functional.cross_entropy"
             )
         saved, log_sum, local_target, is_elsewhere, softmax_factor = ctx.saved_tensors
-        options = ctx.options
-        if options.overwrite:
-            ctx.options = None
+        # With retain_graph=True another backward may follow. torch has no public name for asking.
+        overwrite = ctx.may_overwrite and not torch._C._autograd._get_current_graph_task_keep_graph()
         grad = grad.reshape(-1)  # [tokens]
         factors = GradFactors(
             by_softmax=grad if softmax_factor is None else grad * softmax_factor,
@@ -146,10 +152,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         rows = saved.reshape(-1, saved.shape[-1])
         target = local_target.squeeze(-1)
         if ctx.saves_exps:
-            grad_logits = logits_grad_from_exps(rows, target, factors, ctx.local_vocab, overwrite=options.overwrite)
+            grad_logits = logits_grad_from_exps(rows, target, factors, ctx.local_vocab, overwrite=overwrite)
         else:
             grad_logits = logits_grad(
-                rows, log_sum, target, factors, ctx.local_vocab, compiled=options.compiled, overwrite=options.overwrite
+                rows, log_sum, target, factors, ctx.local_vocab, compiled=ctx.compiled, overwrite=overwrite
             )
         return grad_logits.view_as(saved), None, None, None, None, None, None
 
@@ -200,9 +206,10 @@ def losses_and_cross_entropy(
     `vocab_size` are padding, with probability 0. Every rank of the axis must call. Raises ValueError if logits and
     target differ in [s, b], and ConfigError for a target of `vocab_size` or more.
 
-    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: the forward (in
-    float32 or wider, uncompiled) and the backward write into the memory of `logits`, which nobody may read after this
-    call; a second backward raises RuntimeError.
+    compiled: run the work on rows compiled (`megatron/core/ops/compile/compiled_region.py`). overwrite: where a gradient is
+    needed, the forward (in float32 or wider, uncompiled) and the backward may write into the memory of `logits`, which nobody
+    else may read after this call. A backward with retain_graph=True writes elsewhere, so that another may follow.
+    RuntimeError in a backward with create_graph=True.
     """
     has_terms = bool(label_smoothing or z_loss)
     options = _Options(compiled, overwrite, returns_plain=has_terms)
@@ -228,6 +235,8 @@ def _losses(
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     # Negative labels, such as -1, mark positions without loss.
     check_token_ids(target, vocab_size, "the labels", least=None)
+    if not torch.is_grad_enabled():
+        logits = logits.detach()  # else the function would prepare a backward
     return _VocabParallelCrossEntropy.apply(logits, target, axis, vocab_size, label_smoothing, z_loss, options)
 
 

@@ -1,5 +1,7 @@
 """Eager operations of a layer that have a backward of their own on a CPU: equal to what autograd derives of torch's operations."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,16 +102,55 @@ def test_cross_entropy(dtype: torch.dtype, overwrite: bool, layout: str):
         losses, expected.to(wide), rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=tolerance
     )
     torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance / 100)
-    if overwrite:
-        with pytest.raises(RuntimeError, match="overwritten the logits"):
-            losses.sum().backward()
-    else:
-        assert torch.equal(mine, logits)
-        assert torch.equal(torch.autograd.grad(losses.sum(), leaf)[0], grad)
+    assert torch.equal(torch.autograd.grad(losses.sum(), leaf)[0], grad)
+    assert overwrite or torch.equal(mine, logits)
 
 
-def test_cross_entropy_without_a_gradient_leaves_the_logits():
-    logits = torch.randn(4, 2, 9)
-    before = logits.clone()
-    sharded_cross_entropy(logits, torch.zeros(4, 2).long(), ALONE, overwrite=True)
-    assert torch.equal(logits, before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_cross_entropy_is_in_the_memory_of_overwritten_logits(dtype: torch.dtype):
+    """Not while the graph is kept for another backward."""
+    leaf = torch.randn(4, 2, 9, dtype=dtype, requires_grad=True)
+    logits = leaf * 1
+    losses = sharded_cross_entropy(logits, torch.zeros(4, 2).long(), ALONE, overwrite=True)
+    for is_kept in (True, True, False):
+        (grad,) = torch.autograd.grad(losses.sum(), logits, retain_graph=is_kept)
+        assert (grad.data_ptr() == logits.data_ptr()) is not is_kept
+
+
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+def test_cross_entropy_without_a_gradient_leaves_the_logits(no_gradient: type):
+    leaf = torch.randn(4, 2, 9, requires_grad=True)
+    for logits in (leaf.detach(), leaf * 1):
+        before = logits.detach().clone()
+        with no_gradient():
+            sharded_cross_entropy(logits, torch.zeros(4, 2).long(), ALONE, overwrite=True)
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_derivative_of_the_cross_entropy_is_refused(dtype: torch.dtype, overwrite: bool):
+    """The exponentials are constants for autograd, so a gradient penalty would lack a term."""
+    leaf = torch.randn(4, 2, 9, dtype=dtype, requires_grad=True)
+    losses = sharded_cross_entropy(leaf * 1, torch.zeros(4, 2).long(), ALONE, overwrite=overwrite)
+    with pytest.raises(RuntimeError, match=r"create_graph=True: .* no second derivative.*without labels"):
+        torch.autograd.grad(losses.sum(), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overwritten_logits_may_be_a_view_or_saved_elsewhere(dtype: torch.dtype):
+    """Those of a module with a full backward hook are a view that may not change in the graph."""
+    target = torch.randint(0, 9, (4, 2))
+    x = torch.randn(4, 2, 5, dtype=dtype, requires_grad=True)
+    linear = torch.nn.Linear(5, 9, dtype=dtype)
+    expected = functional.cross_entropy(linear(x).flatten(0, 1).float(), target.flatten(), reduction="sum")
+    expected = torch.autograd.grad(expected, [x, *linear.parameters()])
+    seen = []
+    linear.register_full_backward_hook(lambda module, grad_inputs, grads: seen.append(grads[0].clone()))
+    around = (nullcontext(), torch.autograd.graph.save_on_cpu(), torch.autograd.graph.allow_mutation_on_saved_tensors())
+    for saved_tensor_hooks in around:
+        with saved_tensor_hooks:
+            losses = sharded_cross_entropy(linear(x), target, ALONE, overwrite=True)
+            grads = torch.autograd.grad(losses.sum(), [x, *linear.parameters()])
+        torch.testing.assert_close(grads, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+    assert len(seen) == 3 and torch.equal(seen[0], seen[1])

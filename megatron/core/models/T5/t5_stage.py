@@ -288,7 +288,7 @@ class T5Model(LanguageModelStage):
         y = y * self.factor
         if lm_labels is None:
             return self.batch_first_logits(self.language_model.logits(y))  # [b, m, v/t]
-        losses = self.language_model.logits(y, lm_labels.t(), self.losses)  # [m, b]
+        losses = self.language_model.logits(y, lm_labels.t(), self.losses_of_own_logits)  # [m, b]
         return self.batch_first(losses)
 
     def count_flops(self, x: LayerInput) -> Flops:

@@ -145,7 +145,10 @@ class BertModel(LanguageModelStage):
         logits = self.word_bias(self.language_model.logits(self.lm_head(x)))  # [s, b, v/t]
         if lm_labels is None:
             return self.batch_first_logits(logits), order_logits
-        return self.batch_first(self.losses(logits, lm_labels.t())), order_logits
+        return self.batch_first(self.losses_of_own_logits(logits, lm_labels.t())), order_logits
+
+    def modules_of_logits(self) -> tuple[nn.Module, ...]:
+        return (*super().modules_of_logits(), self.word_bias)
 
     def count_flops(self, x: LayerInput) -> Flops:
         """The order of sentences, for which one token of a sample is read, does not count."""

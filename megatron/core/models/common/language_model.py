@@ -1,10 +1,12 @@
 """The common part of language models: embedding on the first stage, layers, output layer on the last stage."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from megatron.core.models.common.embeddings.embedding import Embedding
 from megatron.core.models.common.model_rules import NO_RULES
@@ -184,20 +186,35 @@ class LanguageModelStage(nn.Module):
         """
         self.language_model.set_input_tensor(x)
 
-    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
         """Return the cross entropy of each token [s, b], from logits [s, b, v/t] and labels [s, b].
 
         In training with label smoothing or z-loss the result is [s, b, 2]: with these terms and without. Evaluation has
         no such terms. Every rank of tp must call. Raises ValueError if logits and labels differ in [s, b], and
-        ConfigError for a label outside the vocabulary.
+        ConfigError for a label outside the vocabulary. overwrite: the loss may use the memory of the logits, which nobody
+        else may read after this call.
         """
         config = self.settings
         terms = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss_coeff} if self.training else {}
         compiled = compiles(config, logits.device)
         loss, cross_entropy = losses_and_cross_entropy(
-            logits, labels, self.axis, self.vocab_size, **terms, compiled=compiled, overwrite=True
+            logits, labels, self.axis, self.vocab_size, **terms, compiled=compiled, overwrite=overwrite
         )
         return loss if cross_entropy is loss else torch.stack((loss, cross_entropy), dim=-1)
+
+    def losses_of_own_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return `losses` of the logits that forward has just computed; arguments, result and errors are its own.
+
+        Their memory is used, unless code of a script may have kept them: its own `losses`, or its class of a module of
+        `modules_of_logits` or its hook on one.
+        """
+        if type(self).losses is not LanguageModelStage.losses:
+            return self.losses(logits, labels)
+        return self.losses(logits, labels, overwrite=not any(map(_may_keep_its_output, self.modules_of_logits())))
+
+    def modules_of_logits(self) -> tuple[nn.Module, ...]:
+        """Return the modules that return the logits, on the last stage."""
+        return self.language_model, self.language_model.output_layer
 
     def batch_first(self, losses: Tensor) -> Tensor:
         """Return the result of `losses`, [s, b] or [s, b, 2], as [b, s], as forward returns it.
@@ -228,3 +245,10 @@ class LanguageModelStage(nn.Module):
     def boundary(self, micro_batch_size: int, seq_length: int) -> tuple[TensorSpec, ...]:
         """Return shape and dtype of the tensors that a stage sends to the next: this rank's rows of [s, b, h]."""
         return (self.context.hidden_states(self.settings, micro_batch_size, seq_length),)
+
+
+def _may_keep_its_output(module: nn.Module) -> bool:
+    """Whether a forward of the module runs code of a script. Ours, such as the hooks of ZeRO stage 3, keeps no output."""
+    hooks = (*module._forward_hooks.values(), *_global_forward_hooks.values())
+    code = (type(module), *(hook.func if isinstance(hook, partial) else hook for hook in hooks))
+    return not all(str(each.__module__).startswith("megatron.") for each in code)

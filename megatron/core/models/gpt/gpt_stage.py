@@ -34,7 +34,7 @@ class GPTModel(LanguageModelStage):
         if not self.post_process:
             return x
         if labels is not None:
-            losses = self.language_model.logits(x, labels.t(), self.losses)  # [s, b]
+            losses = self.language_model.logits(x, labels.t(), self.losses_of_own_logits)  # [s, b]
             return self.batch_first(losses)  # [b, s]
         if cache is not None:
             x = x[-1:]  # [1, b, h]
