@@ -371,9 +371,13 @@ def problems_of_settings(
             continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
         begins = BEGINS_AT_ZEROS.get(change.name)
         why = f"; {begins.why}" if begins else ""
-        problems.append(
-            f"{source} holds another model; {_difference(change)}{why}{'' if change.is_unknown else leave_out}"
-        )
+        advice = "" if change.is_unknown else leave_out
+        if change.name == "num_experts" and change.before is None:
+            advice = (
+                "; leave the flag out, or load what tools/checkpoint_convert.py "
+                f"--load {source.partition(' ')[2]} --save NEW --num-experts {change.now} makes (Megatron's --moe-use-upcycling)"
+            )
+        problems.append(f"{source} holds another model; {_difference(change)}{why}{advice}")
     for change in changes.turned_on:
         if BEGINS_AT_ZEROS[change.name].is_parameter and not _takes_new_parameters(config, resumes=resumes):
             problems.append(
