@@ -417,7 +417,9 @@ def test_what_is_sent_is_waited_for_whichever_parameters_train(trained: str, rec
             if call.op.startswith("all_to_all"):
                 calls["waited for" if is_result else "started"] += 1
 
-        frozen = lambda name: trained not in name
+        def frozen(name: str) -> bool:
+            return trained not in name
+
         tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT, frozen=frozen)
         mesh.ledger.listener = listen
         return calls, tiny.step(0).grad_norm
