@@ -42,6 +42,7 @@ from megatron.training.arguments.compare_settings_with_checkpoint import (
     OF_WIDTHS,
     Change,
     Changes,
+    advice_of_conversion,
     compare,
     precision_of,
 )
@@ -372,11 +373,7 @@ def problems_of_settings(
         begins = BEGINS_AT_ZEROS.get(change.name)
         why = f"; {begins.why}" if begins else ""
         advice = "" if change.is_unknown else leave_out
-        if change.name == "num_experts" and change.before is None:
-            advice = (
-                "; leave the flag out, or load what tools/checkpoint_convert.py "
-                f"--load {source.partition(' ')[2]} --save NEW --num-experts {change.now} makes (Megatron's --moe-use-upcycling)"
-            )
+        advice = advice_of_conversion(change, source.partition(" ")[2]) or advice
         problems.append(f"{source} holds another model; {_difference(change)}{why}{advice}")
     for change in changes.turned_on:
         if BEGINS_AT_ZEROS[change.name].is_parameter and not _takes_new_parameters(config, resumes=resumes):
