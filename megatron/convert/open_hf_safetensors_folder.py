@@ -74,6 +74,7 @@ def tensor_records(
     records = {}
     used = set()
     problems = []
+    wrong_counts: dict[int, list[str]] = {}  # a number of experts that is not the config's -> names of tensors with it
     for mapping in mappings:
         param = mapping.param
         is_published = any(name in tensors for name in mapping.hf_params)
@@ -89,6 +90,10 @@ def tensor_records(
         if not present or is_tied_output:
             continue
         missing = sorted({*(packed or hf_params)} - {*present})
+        here, absent = ({_expert_number(name) for name in names} for names in (present, missing))
+        if missing and None not in here | absent and max(here) < min(absent):
+            wrong_counts.setdefault(max(here) + 1, []).append(present[0])
+            continue
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""
             shown = missing[:3] if more else missing
@@ -96,19 +101,68 @@ def tensor_records(
             continue
         try:
             if packed:
-                records[param] = mxfp4_record(mapping.operation, *(tensors[name] for name in packed))
-                continue
-            records[param] = record_of(mapping.operation, head_counts_of(config), [tensors[name] for name in hf_params])
+                record = mxfp4_record(mapping.operation, *(tensors[name] for name in packed))
+            else:
+                record = record_of(mapping.operation, head_counts_of(config), [tensors[name] for name in hf_params])
         except ValueError as error:
             wrong = _of_odd_shape(present, tensors) or present
             names = ", ".join(map(repr, wrong[:6])) + (" and more" if len(wrong) > 6 else "")
             problems.append(f"holds {names} of other shapes than {CONFIG} says ({error})")
+            continue
+        records[param] = record
+        expected = _shape_of_experts(param, config) or record.shape
+        if record.shape[0] != expected[0]:
+            wrong_counts.setdefault(record.shape[0], []).append(present[0])
+        elif record.shape != expected:
+            problems.append(
+                f"holds {present[0]!r} of other shapes than {CONFIG} says ({param} would be {record.shape}, not {expected})"
+            )
     ignored = _ignored_names(family)
-    unknown = [name for name in tensors if name not in used and not ignored.fullmatch(name)]
+    unknown = []
+    for name in tensors:
+        if name in used or ignored.fullmatch(name):
+            continue
+        number = _expert_number(name)
+        is_further_expert = number is not None and re.sub(rf"\.{number}\.", ".0.", name) in used
+        if is_further_expert and number >= (config.num_experts or 0):
+            wrong_counts.setdefault(number + 1, []).append(name)
+        else:
+            unknown.append(name)
+    if wrong_counts:
+        count = max(wrong_counts)
+        names = [name for names in wrong_counts.values() for name in names]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        problems.append(f"holds {count} experts, and {CONFIG} says {config.num_experts}: {wrong_counts[count][0]!r}{more}")
     problems += [f"holds {name!r:.80}, for which the model has no place" for name in unknown]
     if problems:
         raise CheckpointError(root, problems, f"is it what {CONFIG} describes? Nothing was read")
     return records
+
+
+def _expert_number(name: str) -> int | None:
+    """Return the number of the expert whose tensor has this name in a folder; None: no expert, or all in one."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
+def _shape_of_experts(param: str, config: ModelConfig) -> tuple[int, ...] | None:
+    """Return the shape of a parameter of ours that all experts of a layer share; None: it is of something else.
+
+    A model refuses others when it loads them. A conversion makes no model, so a folder must be told by its config.
+    """
+    if ".mlp.experts." not in param and ".mlp.router." not in param:
+        return None
+    experts, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
+    halves = 2 if config.is_gated else 1
+    shapes = {
+        "router.weight": (experts, hidden),
+        "router.bias": (experts,),
+        "experts.linear_fc1.weight": (experts, halves, width, hidden),
+        "experts.linear_fc1.bias": (experts, halves, width),
+        "experts.linear_fc2.weight": (experts, hidden, width),
+        "experts.linear_fc2.bias": (experts, hidden),
+    }
+    return shapes[param.partition(".mlp.")[2]]
 
 
 def _of_odd_shape(names: list[str], tensors: Mapping[str, TensorInFile]) -> list[str]:

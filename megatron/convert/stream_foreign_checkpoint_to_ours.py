@@ -3,15 +3,16 @@
 A tensor that the other project stores transposed is read in full: each contiguous run of ours would read all of it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.convert.missing_params_and_absent_heads import check_complete
+from megatron.convert.missing_params_and_absent_heads import check_complete, with_hf_names
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint, keeps_order
 from megatron.core.base.async_handle import AsyncHandle, done
 from megatron.core.base.dataclass_flags import ConfigError
@@ -36,37 +37,53 @@ def copy_checkpoint(
 
     One process calls. dtype: of all floating tensors; default: unchanged. The checkpoint's state names the model, and
     says that it has no optimizer state. allow_missing: write a model that lacks tensors, without them; note: called
-    with a line about each. Raises ConfigError, CheckpointError.
+    with a line about each, and about each tensor with NaN or infinite numbers, which are written as they are. Raises
+    ConfigError, CheckpointError.
     """
     if exists(path_of(root)):
         raise ConfigError(f"{root} exists already; give a folder that does not exist")
     records = checkpoint.manifest.tensors
     check_complete(checkpoint.state, records, str(checkpoint.folder), allow=allow_missing, note=note)
     tensors = {}
+    not_finite: Counter[str] = Counter()
     for name, record in records.items():
         box = whole(record.shape)
         is_buffer = name.startswith(BUFFER)  # which keeps its dtype
-        values = _LazyTensor(checkpoint, name, record.dtype if is_buffer else dtype or record.dtype)
+        values = _LazyTensor(checkpoint, name, record.dtype if is_buffer else dtype or record.dtype, not_finite)
         tensors[name] = LocalTensor(values, record.shape, [(box, box)], True)
-    return save_checkpoint(root, checkpoint.iteration, tensors, checkpoint.state, ALONE)
+    folder = save_checkpoint(root, checkpoint.iteration, tensors, checkpoint.state, ALONE)
+    for name, count in sorted(not_finite.items()):
+        param = with_hf_names(checkpoint.state, name.removeprefix("model/"))
+        note(f"WARNING: {checkpoint.folder}: {param} has {count} NaN or infinite numbers of {prod(records[name].shape)}")
+    return folder
 
 
 class _LazyTensor(StoredTensor):
     """A contiguous part of a checkpoint's tensor, which is read from the file when its values are requested."""
 
     def __init__(
-        self, checkpoint: StridedCheckpoint, name: str, dtype: str, shape: tuple[int, ...] | None = None, start: int = 0
+        self,
+        checkpoint: StridedCheckpoint,
+        name: str,
+        dtype: str,
+        not_finite: Counter[str],
+        shape: tuple[int, ...] | None = None,
+        start: int = 0,
     ):
-        """shape: of the part; default: the full tensor. start: its first element, in elements of the full tensor."""
+        """shape: of the part; default: the full tensor. start: its first element, in elements of the full tensor.
+
+        not_finite: gets the number of NaN and infinite elements that are read, by name.
+        """
         self.checkpoint = checkpoint
         self.name = name
         self.full_shape = checkpoint.manifest.tensors[name].shape
         self.shape = self.full_shape if shape is None else shape
         self.start = start
         self.dtype = getattr(torch, dtype)
+        self.not_finite = not_finite
 
     def _part(self, shape: tuple[int, ...], start: int) -> "_LazyTensor":
-        return _LazyTensor(self.checkpoint, self.name, str(self.dtype).removeprefix("torch."), shape, start)
+        return _LazyTensor(self.checkpoint, self.name, str(self.dtype).removeprefix("torch."), self.not_finite, shape, start)
 
     def view(self, shape: tuple[int, ...]) -> "_LazyTensor":
         """Return the same elements in another shape, of as many elements."""
@@ -98,6 +115,9 @@ class _LazyTensor(StoredTensor):
             pairs.append((box, ((first, first + count),)))
             first += count
         self.checkpoint.read_into({self.name: LocalTensor(values, self.full_shape, pairs, False)}, convert=True)
+        # aminmax is one pass over a buffer that is in the caches; a NaN anywhere makes both NaN
+        if values.numel() and values.is_floating_point() and not all(map(isfinite, torch.aminmax(values))):
+            self.not_finite[self.name] += int((~values.isfinite()).sum())
         return done(values.view(self.shape))
 
     def start_writing(self, values: Tensor) -> AsyncHandle[Any]:

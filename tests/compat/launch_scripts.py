@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TAGS = ("v2.5", "23.04", "core_v0.5.0", "core_v0.8.0", "core_v0.12.0", "core_v0.16.1", "core_v0.19.0")
 PROGRAMS = ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py")
 
-# What asks for a part that is not built here -> the flags that ask for it.
+# What is counted apart: experts, and parts that are not built here -> the flags that ask for it.
 OUT_OF_SCOPE = {
     "experts": ("--num-experts", "--moe-use-upcycling"),
     "fp8": ("--fp8-format", "--fp8-e4m3", "--fp8-hybrid", "--fp4-format"),
@@ -57,7 +57,7 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
 
     def asks_for(self) -> list[str]:
-        """Return what it asks for that is not built here."""
+        """Return what it asks for that is counted apart."""
         given = {word.partition("=")[0] for word in self.words}
         return [part for part, flags in OUT_OF_SCOPE.items() if given.intersection(flags)]
 

@@ -101,7 +101,9 @@ def test_our_parser_and_its_rules_judge_a_command():
     (problem,) = our_problems(Command("a.sh", "pretrain_gpt.py", [*words.split(), *data.split()], 3))
     assert "world size 3" in problem
     experts = Command("a.sh", "pretrain_gpt.py", [*words.split(), *data.split(), "--num-experts=8"], 8)
-    assert experts.asks_for() == ["experts"] and len(our_problems(experts)) == 1
+    assert experts.asks_for() == ["experts"] and not our_problems(experts)  # counted apart, and built
+    upcycled = Command("a.sh", "pretrain_gpt.py", [*experts.words, "--moe-use-upcycling"], 8)
+    assert upcycled.asks_for() == ["experts"] and len(our_problems(upcycled)) == 1
 
 
 @pytest.mark.sweep

@@ -516,15 +516,9 @@ def unknown_flag_message(flag: str, known: list[str], refused: Collection[str] =
 
 
 _OTHER_PROGRAMS_NAMES = {"--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-steps": "--train-iters"}
-# What papers and logs call these settings. (DP has no flag: it is what the other axes leave of the ranks.)
+# What papers and logs call these settings. The sizes of axes are abbreviated by a rule, see `_axis_flag`.
 _ABBREVIATIONS = {
-    "--tp": "--tensor-model-parallel-size",
-    "--pp": "--pipeline-model-parallel-size",
     "--vpp": "--num-virtual-stages-per-pipeline-rank",
-    "--cp": "--context-parallel-size",
-    "--ep": "--expert-model-parallel-size",
-    "--etp": "--expert-tensor-parallel-size",
-    "--sp": "--sequence-parallel",
     "--mbs": "--micro-batch-size",
     "--gbs": "--global-batch-size",
     "--gqa": "--group-query-attention",
@@ -557,7 +551,8 @@ def nearest_flag(flag: str, known: list[str], refused: Collection[str] = ()) -> 
 
 def _nearest(flag: str, known: list[str]) -> str | None:
     plain = "--" + flag.lstrip("-").replace("_", "-")
-    ours = _OTHER_PROGRAMS_NAMES.get(plain) or _ABBREVIATIONS.get(plain.removesuffix("-size"))
+    short = plain.removesuffix("-size")
+    ours = _OTHER_PROGRAMS_NAMES.get(plain) or _ABBREVIATIONS.get(short) or _axis_flag(short, known)
     if ours in known:
         return ours
     opposite = f"--{plain[5:]}" if plain.startswith("--no-") else f"--no-{plain[2:]}"
@@ -568,6 +563,15 @@ def _nearest(flag: str, known: list[str]) -> str | None:
     candidates = [candidate for candidate in candidates if candidate in known]
     candidates += difflib.get_close_matches(plain, known, 1, _MIN_SIMILARITY)
     return candidates[0] if candidates else None
+
+
+def _axis_flag(short: str, known: list[str]) -> str | None:
+    """Return the flag of parallelism with these initials: --tensor-model-parallel-size for --tp. `model` has none."""
+    for flag in known:
+        words = [word for word in flag[2:].removesuffix("-size").split("-") if word != "model"]
+        if words[-1:] == ["parallel"] and short == "--" + "".join(word[0] for word in words):
+            return flag
+    return None
 
 
 def build(config_class: type, values: dict[str, Any]) -> Any:

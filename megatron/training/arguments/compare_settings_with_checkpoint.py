@@ -148,6 +148,16 @@ class Change(NamedTuple):
     is_new: bool = False
 
 
+def advice_of_conversion(change: Change, folder: str) -> str:
+    """Return how a tool makes, of the checkpoint in `folder`, one with this run's setting; "" if none does."""
+    if change.name != "num_experts" or change.before is not None:
+        return ""
+    return (
+        f"; leave the flag out, or load what tools/checkpoint_convert.py --load {folder} --save NEW --num-experts {change.now} "
+        "makes (Megatron's --moe-use-upcycling)"
+    )
+
+
 @dataclass
 class Changes:
     model: list[Change] = field(default_factory=list)

@@ -42,6 +42,7 @@ from megatron.training.arguments.compare_settings_with_checkpoint import (
     OF_WIDTHS,
     Change,
     Changes,
+    advice_of_conversion,
     compare,
     precision_of,
 )
@@ -371,9 +372,9 @@ def problems_of_settings(
             continue  # a flag of this script alone, such as an adapter's rank: the weights do not depend on it
         begins = BEGINS_AT_ZEROS.get(change.name)
         why = f"; {begins.why}" if begins else ""
-        problems.append(
-            f"{source} holds another model; {_difference(change)}{why}{'' if change.is_unknown else leave_out}"
-        )
+        advice = "" if change.is_unknown else leave_out
+        advice = advice_of_conversion(change, source.partition(" ")[2]) or advice
+        problems.append(f"{source} holds another model; {_difference(change)}{why}{advice}")
     for change in changes.turned_on:
         if BEGINS_AT_ZEROS[change.name].is_parameter and not _takes_new_parameters(config, resumes=resumes):
             problems.append(

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import read_tensors, write_folders
+from cases import read_record, read_tensors, weight, write_folder, write_folders, write_tensors
+from said import tells
 from whole_run import run
 
-from megatron.convert import strided_reads_of_foreign_files
+from megatron.convert import open_any, strided_reads_of_foreign_files
 from megatron.convert.formats.safetensors_header import header_of
-from megatron.core.dist_checkpointing import save_sharded
+from megatron.convert.stream_foreign_checkpoint_to_ours import copy_checkpoint
+from megatron.core.dist_checkpointing import load_whole_tensors, save_sharded
 from tools import checkpoint_convert
 
 MIB = 1 << 20
@@ -40,6 +42,34 @@ def test_a_folder_becomes_a_checkpoint_and_the_same_folder_again(case: str, tmp_
     assert read_tensors(tmp_path / "again") == read_tensors(source)
     assert converted(source, "--save", str(tmp_path / "ours")) == 2  # it is there
     assert converted(tmp_path / "ours", "--save", str(tmp_path / "other")) == 2  # it is one already
+
+
+SPOILED = {
+    "mixtral": ("model.layers.1.block_sparse_moe.gate.weight", [(1, 3)], float("nan")),
+    "llama": ("model.layers.2.self_attn.o_proj.weight", [(0, 0), (5, 7)], float("inf")),
+    "gpt_oss": ("model.layers.0.mlp.experts.gate_up_proj", [(3, 23, 31), (0, 0, 0), (2, 1, 4)], float("-inf")),
+    "gpt2": ("transformer.h.1.mlp.c_fc.weight", [(2, 2)], float("nan")),  # which is stored transposed
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_numbers_that_are_not_finite_are_converted_and_told_in_a_line(case: str, tmp_path: Path):
+    record = read_record(case)
+    values = {name: weight(name, tuple(shape)).copy() for name, shape in record["shapes"].items()}
+    write_folder(tmp_path / "folder", record)
+    notes: list[str] = []
+    copy_checkpoint(open_any(tmp_path / "folder"), tmp_path / "sound", note=notes.append)
+    assert notes == []
+
+    name, places, value = SPOILED[case]
+    for place in places:
+        values[name][place] = value
+    write_tensors(tmp_path / "folder", values)
+    copy_checkpoint(open_any(tmp_path / "folder"), tmp_path / "spoiled", note=notes.append)
+    (line,) = notes
+    assert tells(line, f"WARNING: {name} {len(places)} {values[name].size}") and "\n" not in line
+    whole = load_whole_tensors(tmp_path / "spoiled")
+    assert sum(int((~x.isfinite()).sum()) for x in whole.values()) == len(places)
 
 
 def test_a_run_takes_what_was_converted_as_it_takes_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -44,6 +44,8 @@ def one_process(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield
     mpu.destroy_model_parallel()
+    if torch.distributed.is_initialized():  # by a run; it would be the world of the tests after these
+        torch.distributed.destroy_process_group()
 
 
 def losses(printed: str) -> list[str]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import read_record, write_folder
 from documents import ROOT, commands_of, names_of_block
 from expert_models import BATCH, GPT2, LLAMA, SUBJECT, zero
 from local_ranks import run_ranks
@@ -150,6 +151,30 @@ def test_a_bias_that_the_checkpoint_lacks_begins_at_zeros(
     resumed = run_script(sizes, f"{layout} --load {on} --train-iters {first + 1}")
     for before, after in zip(whole, resumed, strict=True):
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+DENSE = " --fp64 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --global-batch-size 4 --swiglu --ffn-hidden-size 8"
+
+
+@pytest.mark.parametrize("how", ["--load {run}", "--finetune --load {run}", "--pretrained-checkpoint {run}"])
+def test_a_dense_checkpoint_names_the_tool_that_makes_experts_of_it(how: str, tmp_path: Path, refused):
+    run_script({}, f" --train-iters 1 --save {tmp_path}", DENSE)
+    told = refused(f"{DENSE} {how.format(run=tmp_path)} --num-experts 4 --train-iters 2")
+    assert tells(told, f"num_experts: tools/checkpoint_convert.py --load {tmp_path} --num-experts 4 --moe-use-upcycling")
+
+
+@pytest.mark.parametrize("how", ["--load", "--pretrained-checkpoint"])
+def test_a_published_dense_folder_names_that_tool_too(how: str, tmp_path: Path, refused):
+    write_folder(tmp_path / "llama", read_record("llama"))
+    flags = "--seq-length 8 --mock-data --micro-batch-size 1 --lr 0.1 --tokenizer-type NullTokenizer --vocab-size 30"
+    told = refused(f"{how} {tmp_path}/llama --num-experts 4 --train-iters 1", tiny=flags.split())
+    assert tells(told, f"tools/checkpoint_convert.py --load {tmp_path}/llama --num-experts 4 --moe-use-upcycling")
+
+
+def test_a_checkpoint_with_experts_names_no_tool_to_a_run_without(tmp_path: Path, refused):
+    run_script({}, f" --train-iters 1 --save {tmp_path}")
+    told = refused(f"{DENSE} --load {tmp_path} --train-iters 2")
+    assert "num_experts: the checkpoint has 8, this run has None" in told and "checkpoint_convert" not in told
 
 
 def test_a_bias_that_the_checkpoint_has_is_not_left_out(tmp_path: Path, refused):
@@ -392,7 +417,9 @@ def test_what_is_sent_is_waited_for_whichever_parameters_train(trained: str, rec
             if call.op.startswith("all_to_all"):
                 calls["waited for" if is_result else "started"] += 1
 
-        frozen = lambda name: trained not in name
+        def frozen(name: str) -> bool:
+            return trained not in name
+
         tiny = TinyTrainer(mesh, config, layout, global_batch=BATCH, subject=SUBJECT, frozen=frozen)
         mesh.ledger.listener = listen
         return calls, tiny.step(0).grad_norm

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import read_record, write_folder
+from said import tells
 from token_files import write
 
 from megatron.convert import model_from_hf_config, open_any
 from megatron.convert.formats.torch_save_tensor_offsets import read_torch_file
+from megatron.convert.open_hf_safetensors_folder import open_hf_folder
 from megatron.core.base.dataclass_flags import ConfigError
 from megatron.core.base.lfs_pointer import LFS_POINTER
 from megatron.core.datasets.mmap_indexed_dataset import IndexedDataset
@@ -133,3 +136,54 @@ def test_a_tokenizer_that_has_moved_with_its_folder_is_found_or_what_to_give_is_
     assert config.tokenizer.vocab_file == f"{tmp_path}/second/vocab.txt"
     config = parse_args([*rest.split(), "--vocab-file", f"{tmp_path}/second/vocab.txt"]).config
     assert config.tokenizer.vocab_file == f"{tmp_path}/second/vocab.txt"
+
+
+def stacked(record: dict) -> dict[str, list[int]]:
+    """The shapes of a per-expert folder as transformers 5 names and writes them, from the record's sizes alone."""
+    config, shapes = record["config"], {}
+    hidden, width = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    for name, shape in record["shapes"].items():
+        layer, of_experts, _ = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+        if of_experts:
+            shapes[f"{layer}.experts.gate_up_proj"] = [config["num_local_experts"], 2 * width, hidden]
+            shapes[f"{layer}.experts.down_proj"] = [config["num_local_experts"], hidden, width]
+        else:
+            shapes[layer] = shape
+    return shapes
+
+
+@pytest.mark.parametrize("form", ["as published", "stacked"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("more", [-1, 1, 0])
+def test_another_number_of_experts_than_the_config_says_is_told_in_one_line(family: str, more: int, form: str, tmp_path: Path):
+    record = read_record(family)
+    has = record["config"]["num_local_experts"]
+    shapes = stacked(record) if form == "stacked" and family != "gpt_oss" else record["shapes"]
+    write_folder(tmp_path, record | {"shapes": shapes, "config": record["config"] | {"num_local_experts": has + more}})
+    if more == 0:
+        open_hf_folder(tmp_path)
+        return
+    with pytest.raises(CheckpointError) as error:
+        open_hf_folder(tmp_path)
+    assert tells(error.value, f"{has} experts config.json {has + more}")
+    assert len(str(error.value).splitlines()) == 1
+
+
+WRONG = {"gate_up_proj": 1, "down_proj": 2, "gate_up_proj_bias": 1, "down_proj_bias": 1}  # a dimension of each
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", WRONG)
+def test_stacked_experts_of_another_width_than_the_config_says_are_told_by_their_name(family: str, name: str, tmp_path: Path):
+    record = read_record(family)
+    shapes = dict(record["shapes"] if family == "gpt_oss" else stacked(record))
+    wrong = [known for known in shapes if known.endswith(f"layers.1.mlp.experts.{name}")]
+    if not wrong:
+        pytest.skip("this family has no biases")
+    shape = list(shapes[wrong[0]])
+    shape[WRONG[name]] += 2
+    shapes[wrong[0]] = shape
+    write_folder(tmp_path, record | {"shapes": shapes})
+    with pytest.raises(CheckpointError) as error:
+        open_hf_folder(tmp_path)
+    assert tells(error.value, f"{wrong[0]} config.json") and len(str(error.value).splitlines()) == 1
