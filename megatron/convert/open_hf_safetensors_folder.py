@@ -132,7 +132,9 @@ def tensor_records(
         count = max(wrong_counts)
         names = [name for names in wrong_counts.values() for name in names]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        problems.append(f"holds {count} experts, and {CONFIG} says {config.num_experts}: {wrong_counts[count][0]!r}{more}")
+        problems.append(
+            f"holds {count} experts, and {CONFIG} says {config.num_experts}: {wrong_counts[count][0]!r}{more}"
+        )
     problems += [f"holds {name!r:.80}, for which the model has no place" for name in unknown]
     if problems:
         raise CheckpointError(root, problems, f"is it what {CONFIG} describes? Nothing was read")

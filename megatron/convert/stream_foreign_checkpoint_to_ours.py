@@ -54,7 +54,9 @@ def copy_checkpoint(
     folder = save_checkpoint(root, checkpoint.iteration, tensors, checkpoint.state, ALONE)
     for name, count in sorted(not_finite.items()):
         param = with_hf_names(checkpoint.state, name.removeprefix("model/"))
-        note(f"WARNING: {checkpoint.folder}: {param} has {count} NaN or infinite numbers of {prod(records[name].shape)}")
+        note(
+            f"WARNING: {checkpoint.folder}: {param} has {count} NaN or infinite numbers of {prod(records[name].shape)}"
+        )
     return folder
 
 
@@ -83,7 +85,9 @@ class _LazyTensor(StoredTensor):
         self.not_finite = not_finite
 
     def _part(self, shape: tuple[int, ...], start: int) -> "_LazyTensor":
-        return _LazyTensor(self.checkpoint, self.name, str(self.dtype).removeprefix("torch."), self.not_finite, shape, start)
+        return _LazyTensor(
+            self.checkpoint, self.name, str(self.dtype).removeprefix("torch."), self.not_finite, shape, start
+        )
 
     def view(self, shape: tuple[int, ...]) -> "_LazyTensor":
         """Return the same elements in another shape, of as many elements."""

@@ -87,7 +87,13 @@ def test_a_value_becomes_the_words_that_the_runner_makes_of_it(value, words):
 
 @pytest.mark.parametrize(
     "text",
-    ["{model}-{size * 2}", "run.sh ${{ARGUMENTS[@]}}", "${{RUN:-{model}}} {{a}}", "{{{model}}}", 'f() {{ echo "{size}"; }}'],
+    [
+        "{model}-{size * 2}",
+        "run.sh ${{ARGUMENTS[@]}}",
+        "${{RUN:-{model}}} {{a}}",
+        "{{{model}}}",
+        'f() {{ echo "{size}"; }}',
+    ],
 )
 def test_the_braces_of_a_recipe_are_those_of_a_python_f_string(text: str):
     model, size = "gpt", 3

@@ -108,7 +108,12 @@ HEADED = ["examples/setup_env.sh", "examples/quickstart.sh", "tests/run.sh", "te
 @pytest.mark.parametrize("script", HEADED)
 def test_help_is_shown_before_anything_is_made(script, words, tmp_path):
     """No folder, no environment, no Python, and nothing of the PATH but the shell's own tools."""
-    environment = {"VENV": str(tmp_path / "venv"), "PYTHON": "/nowhere/python", "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    environment = {
+        "VENV": str(tmp_path / "venv"),
+        "PYTHON": "/nowhere/python",
+        "PATH": "/usr/bin:/bin",
+        "TMPDIR": str(tmp_path),
+    }
     environment |= {"REAL_ARTEFACTS": str(tmp_path / "real")}
     done = subprocess.run(
         ["bash", str(ROOT / script), *words], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -153,14 +153,18 @@ def test_a_bias_that_the_checkpoint_lacks_begins_at_zeros(
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-DENSE = " --fp64 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --global-batch-size 4 --swiglu --ffn-hidden-size 8"
+DENSE = (
+    " --fp64 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --global-batch-size 4 --swiglu --ffn-hidden-size 8"
+)
 
 
 @pytest.mark.parametrize("how", ["--load {run}", "--finetune --load {run}", "--pretrained-checkpoint {run}"])
 def test_a_dense_checkpoint_names_the_tool_that_makes_experts_of_it(how: str, tmp_path: Path, refused):
     run_script({}, f" --train-iters 1 --save {tmp_path}", DENSE)
     told = refused(f"{DENSE} {how.format(run=tmp_path)} --num-experts 4 --train-iters 2")
-    assert tells(told, f"num_experts: tools/checkpoint_convert.py --load {tmp_path} --num-experts 4 --moe-use-upcycling")
+    assert tells(
+        told, f"num_experts: tools/checkpoint_convert.py --load {tmp_path} --num-experts 4 --moe-use-upcycling"
+    )
 
 
 @pytest.mark.parametrize("how", ["--load", "--pretrained-checkpoint"])
@@ -450,7 +454,11 @@ def test_a_step_without_an_update_moves_the_expert_bias_and_no_parameter(checked
         except NotFiniteError as error:
             said = str(error)
         after = chunk.module.state_dict()
-        return said, skipped, [name for name, x in before.items() if not torch.equal(x.nan_to_num(), after[name].nan_to_num())]
+        return (
+            said,
+            skipped,
+            [name for name, x in before.items() if not torch.equal(x.nan_to_num(), after[name].nan_to_num())],
+        )
 
     ((said, skipped, changed),) = run_ranks({}, work)
     assert changed and all(name.endswith("mlp.router.expert_bias") for name in changed), changed

@@ -155,7 +155,9 @@ def stacked(record: dict) -> dict[str, list[int]]:
 @pytest.mark.parametrize("form", ["as published", "stacked"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("more", [-1, 1, 0])
-def test_another_number_of_experts_than_the_config_says_is_told_in_one_line(family: str, more: int, form: str, tmp_path: Path):
+def test_another_number_of_experts_than_the_config_says_is_told_in_one_line(
+    family: str, more: int, form: str, tmp_path: Path
+):
     record = read_record(family)
     has = record["config"]["num_local_experts"]
     shapes = stacked(record) if form == "stacked" and family != "gpt_oss" else record["shapes"]
@@ -174,7 +176,9 @@ WRONG = {"gate_up_proj": 1, "down_proj": 2, "gate_up_proj_bias": 1, "down_proj_b
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", WRONG)
-def test_stacked_experts_of_another_width_than_the_config_says_are_told_by_their_name(family: str, name: str, tmp_path: Path):
+def test_stacked_experts_of_another_width_than_the_config_says_are_told_by_their_name(
+    family: str, name: str, tmp_path: Path
+):
     record = read_record(family)
     shapes = dict(record["shapes"] if family == "gpt_oss" else stacked(record))
     wrong = [known for known in shapes if known.endswith(f"layers.1.mlp.experts.{name}")]

@@ -216,7 +216,9 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full), 7, pytest.param(14, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(2, marks=pytest.mark.full), 7, pytest.param(14, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("shape", CURVES)
 def test_no_legend_covers_a_curve(shape: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Looked up in the picture's own pixels: what is drawn without legends is drawn with them too, behind none of them."""

@@ -80,7 +80,9 @@ def test_memory_is_predicted_of_every_recipe(path: Path, capsys):
 
 
 COUNTED = [path for path in OWN_WEIGHTS if path.parent.name == "recipes"]
-COSTLY = [path for path in COUNTED if "tokenizer-type:" not in path.read_text()]  # seconds each, at their published size
+COSTLY = [
+    path for path in COUNTED if "tokenizer-type:" not in path.read_text()
+]  # seconds each, at their published size
 
 
 @pytest.mark.parametrize(
