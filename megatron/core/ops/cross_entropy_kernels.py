@@ -19,10 +19,10 @@ from megatron.core.ops.compile.compiled_region import Compiled
 class GradFactors(NamedTuple):
     """Factors of each row's gradient, [tokens]:
 
-    grad_v = by_softmax * exp(logit_v - log_sum) - at_target [where v is the target] - everywhere
+    grad_v = of_exp * exp(logit_v - largest) - at_target [where v is the target] - everywhere
     """
 
-    by_softmax: Tensor
+    of_exp: Tensor
     at_target: Tensor
     everywhere: Tensor | None = None
 
@@ -59,7 +59,7 @@ def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool,
 
 def logits_grad(
     logits: Tensor,
-    log_sum: Tensor,
+    largest: Tensor,
     target: Tensor,
     factors: GradFactors,
     vocab: int,
@@ -69,21 +69,21 @@ def logits_grad(
 ) -> Tensor:
     """Return the gradient of the logits [tokens, v/t] by its `factors`: [tokens, v/t], in their dtype; 0 for padding.
 
-    log_sum: [tokens]. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on another rank.
+    largest: [tokens], as `RowSums` has it. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on another rank.
     overwrite: write the gradient into the memory of the logits.
     """
     if compiled:
-        inputs = logits, log_sum, target, *factors, vocab
+        inputs = logits, largest, target, *factors, vocab
         if not overwrite:
             return _GRAD(*inputs)[0]
         _GRAD_IN_PLACE(*inputs)
         return logits
     out = logits if overwrite else torch.empty_like(logits)
     out[:, vocab:] = 0.0
-    for rows, x, buffer in _widened_blocks(logits, vocab, log_sum.dtype):
+    for rows, x, buffer in _widened_blocks(logits, vocab, largest.dtype):
         grad = out[rows, :vocab]
         wide = grad if grad.dtype == x.dtype else buffer
-        torch.sub(x, log_sum[rows].unsqueeze(-1), out=wide).exp_().mul_(factors.by_softmax[rows].unsqueeze(-1))
+        torch.sub(x, largest[rows].unsqueeze(-1), out=wide).exp_().mul_(factors.of_exp[rows].unsqueeze(-1))
         _subtract_target_probabilities(wide, target, factors, rows)
         if wide is not grad:
             grad.copy_(wide)
@@ -93,13 +93,13 @@ def logits_grad(
 def logits_grad_from_exps(exps: Tensor, target: Tensor, factors: GradFactors, vocab: int, *, overwrite: bool) -> Tensor:
     """Return the gradient of the logits [tokens, v/t] from the exponentials of `sums_of_rows`, in their dtype.
 
-    Arguments as those of `logits_grad`, except for factors.by_softmax: it multiplies the exponentials themselves.
+    Arguments as those of `logits_grad`, except for factors.of_exp: it multiplies the exponentials themselves.
     overwrite: write the gradient into their memory.
     """
     out = exps if overwrite else torch.empty_like(exps)
     out[:, vocab:] = 0.0
     for rows, x, _ in _widened_blocks(exps, vocab, exps.dtype):
-        grad = torch.mul(x, factors.by_softmax[rows].unsqueeze(-1), out=out[rows, :vocab])
+        grad = torch.mul(x, factors.of_exp[rows].unsqueeze(-1), out=out[rows, :vocab])
         _subtract_target_probabilities(grad, target, factors, rows)
     return out
 
@@ -147,15 +147,15 @@ def _sums(logits: Tensor, vocab: int, smoothing: bool) -> tuple[Tensor, Tensor, 
 
 def _grad(
     logits: Tensor,
-    log_sum: Tensor,
+    largest: Tensor,
     target: Tensor,
-    by_softmax: Tensor,
+    of_exp: Tensor,
     at_target: Tensor,
     everywhere: Tensor | None,
     vocab: int,
 ) -> tuple[Tensor]:
     column = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    grad = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp() * by_softmax.unsqueeze(-1)
+    grad = (logits.to(largest.dtype) - largest.unsqueeze(-1)).exp() * of_exp.unsqueeze(-1)
     if everywhere is not None:
         grad = grad - everywhere.unsqueeze(-1)
     grad = grad - torch.where(column == target.to(torch.int32).unsqueeze(-1), at_target.unsqueeze(-1), 0.0)

@@ -45,7 +45,7 @@ class _Options(NamedTuple):
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """The loss and, where requested, the cross entropy without smoothing and z-loss, which has no gradient.
 
-    Logits of half precision are saved with log(sum exp), and the backward computes the softmax again. That costs two passes
+    Logits of half precision are saved, and the backward computes their exponentials again. That costs two passes
     over the logits in their own dtype, and no float32 copy of all (412 MB for 2048 tokens of GPT-2). Of wider logits the
     exponentials are saved in their place: as many bytes, and half of the work. Compiled, the logits are saved in every dtype.
 
@@ -104,13 +104,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         loss = sum_exp.log() - expected
         log_sum = sum_exp.log() + largest
-        # d loss / d l: the softmax is the gradient of l.
-        softmax_factor = 1 + 2 * z_loss * log_sum if z_loss else None
-        if saves_exps:  # of which a factor of each row makes the softmax
-            to_softmax = rescale / sum_exp
-            softmax_factor = to_softmax if softmax_factor is None else to_softmax * softmax_factor
+        # The softmax is exp(logit - this rank's largest) times a factor of each row, and the gradient of l.
+        factor = rescale / sum_exp
+        if z_loss:
+            factor *= 1 + 2 * z_loss * log_sum  # d loss / d l
 
-        ctx.save_for_backward(saved, log_sum, local_target, is_elsewhere, softmax_factor)
+        ctx.save_for_backward(saved, sums.largest, local_target, is_elsewhere, factor)
         ctx.everywhere = everywhere
         ctx.extra = extra
         ctx.local_vocab = local_vocab
@@ -132,7 +131,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor, *_grad_of_plain: Tensor) -> tuple[Tensor | None, ...]:
         """grad: [s, b] -> the gradient of the logits [s, b, v/t].
 
-        Saved: the logits and log(sum exp), of which the softmax is computed again, or the exponentials; the targets of
+        Saved: the logits and the largest of each row, of which the exponentials are computed again, or these; the targets of
         this rank; the factor of each row. No communication: each rank has the gradient of its own columns.
         """
         if torch.is_grad_enabled():
@@ -140,12 +139,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "create_graph=True: the vocabulary-parallel cross entropy has no second derivative; for one, call the model "
                 "without labels, and take the loss of its logits by torch.nn.functional.cross_entropy"
             )
-        saved, log_sum, local_target, is_elsewhere, softmax_factor = ctx.saved_tensors
+        saved, largest, local_target, is_elsewhere, factor = ctx.saved_tensors
         # With retain_graph=True another backward may follow. torch has no public name for asking.
         overwrite = ctx.may_overwrite and not torch._C._autograd._get_current_graph_task_keep_graph()
         grad = grad.reshape(-1)  # [tokens]
         factors = GradFactors(
-            by_softmax=grad if softmax_factor is None else grad * softmax_factor,
+            of_exp=grad * factor,
             at_target=ctx.extra * grad.masked_fill(is_elsewhere, 0.0),
             everywhere=ctx.everywhere * grad if ctx.everywhere else None,
         )
@@ -155,7 +154,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             grad_logits = logits_grad_from_exps(rows, target, factors, ctx.local_vocab, overwrite=overwrite)
         else:
             grad_logits = logits_grad(
-                rows, log_sum, target, factors, ctx.local_vocab, compiled=ctx.compiled, overwrite=overwrite
+                rows, largest, target, factors, ctx.local_vocab, compiled=ctx.compiled, overwrite=overwrite
             )
         return grad_logits.view_as(saved), None, None, None, None, None, None
 

@@ -114,8 +114,12 @@ def test_a_recipe_parses_and_has_the_published_parameters(path: Path):
     config = settings_of(path)
     check(config, config.parallel.tensor_model_parallel_size)
     assert parameters_of(path, config) == PUBLISHED[path.stem]
-    (said,) = re.findall(r"([\d,]+) parameters", path.read_text().split("\n")[0])
-    assert int(said.replace(",", "")) == PUBLISHED[path.stem]
+    text = path.read_text()
+    (said,) = re.findall(r"([\d,]+) parameters", text.split("\n")[0])
+    model = config.transformer
+    has_end_of_document = "tokenizer-type: NullTokenizer" in text  # a token more than words, in each table of words
+    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    assert int(said.replace(",", "")) == PUBLISHED[path.stem] + has_end_of_document * tables * model.hidden_size
 
 
 @pytest.mark.full

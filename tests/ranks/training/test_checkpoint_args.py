@@ -171,7 +171,10 @@ def test_what_contradicts_a_folder_of_another_project_is_told_once_before_anythi
         told = capsys.readouterr()
         lines = [line.strip() for line in (told.out + told.err).splitlines()]
         (problem,) = (line for line in lines if line.startswith("- "))
-        assert f"{name}: the checkpoint has" in problem and f"this run has {value}; leave its flag out" in problem
+        if name == "num_experts":  # what the folder has not can be made of it
+            assert problem.endswith("--save NEW --num-experts 4 makes (Megatron's --moe-use-upcycling)")
+        else:
+            assert f"{name}: the checkpoint has" in problem and f"this run has {value}; leave its flag out" in problem
         assert not any("building the model" in line for line in lines)
 
 
