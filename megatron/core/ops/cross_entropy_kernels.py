@@ -69,7 +69,8 @@ def logits_grad(
 ) -> Tensor:
     """Return the gradient of the logits [tokens, v/t] by its `factors`: [tokens, v/t], in their dtype; 0 for padding.
 
-    largest: [tokens], as `RowSums` has it. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on another rank.
+    largest: [tokens], as `RowSums` has it. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on
+    another rank.
     overwrite: write the gradient into the memory of the logits.
     """
     if compiled:
