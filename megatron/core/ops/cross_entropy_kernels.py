@@ -59,7 +59,7 @@ def sums_of_rows(logits: Tensor, vocab: int, *, smoothing: bool, compiled: bool,
 
 def logits_grad(
     logits: Tensor,
-    largest: Tensor,
+    largest: Tensor | None,
     target: Tensor,
     factors: GradFactors,
     vocab: int,
@@ -69,8 +69,8 @@ def logits_grad(
 ) -> Tensor:
     """Return the gradient of the logits [tokens, v/t] by its `factors`: [tokens, v/t], in their dtype; 0 for padding.
 
-    largest: [tokens], as `RowSums` has it. target: local columns, int64 [tokens]; `at_target` is 0 where the target is on
-    another rank.
+    largest: [tokens], as `RowSums` has it; None: `logits` are the exponentials that `sums_of_rows` has written.
+    target: local columns, int64 [tokens]; `at_target` is 0 where the target is on another rank.
     overwrite: write the gradient into the memory of the logits.
     """
     if compiled:
@@ -81,27 +81,14 @@ def logits_grad(
         return logits
     out = logits if overwrite else torch.empty_like(logits)
     out[:, vocab:] = 0.0
-    for rows, x, buffer in _widened_blocks(logits, vocab, largest.dtype):
+    for rows, x, buffer in _widened_blocks(logits, vocab, factors.of_exp.dtype):
         grad = out[rows, :vocab]
         wide = grad if grad.dtype == x.dtype else buffer
-        torch.sub(x, largest[rows].unsqueeze(-1), out=wide).exp_().mul_(factors.of_exp[rows].unsqueeze(-1))
+        exps = x if largest is None else torch.sub(x, largest[rows].unsqueeze(-1), out=wide).exp_()
+        torch.mul(exps, factors.of_exp[rows].unsqueeze(-1), out=wide)
         _subtract_target_probabilities(wide, target, factors, rows)
         if wide is not grad:
             grad.copy_(wide)
-    return out
-
-
-def logits_grad_from_exps(exps: Tensor, target: Tensor, factors: GradFactors, vocab: int, *, overwrite: bool) -> Tensor:
-    """Return the gradient of the logits [tokens, v/t] from the exponentials of `sums_of_rows`, in their dtype.
-
-    Arguments as those of `logits_grad`, except for factors.of_exp: it multiplies the exponentials themselves.
-    overwrite: write the gradient into their memory.
-    """
-    out = exps if overwrite else torch.empty_like(exps)
-    out[:, vocab:] = 0.0
-    for rows, x, _ in _widened_blocks(exps, vocab, exps.dtype):
-        grad = torch.mul(x, factors.of_exp[rows].unsqueeze(-1), out=out[rows, :vocab])
-        _subtract_target_probabilities(grad, target, factors, rows)
     return out
 
 

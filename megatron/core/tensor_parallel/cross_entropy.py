@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.core.base.lazy_imports import lazy_names
 from megatron.core.base.user_error_and_torchrun_error_file import sequence_parallel_hint
-from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, logits_grad_from_exps, sums_of_rows
+from megatron.core.ops.cross_entropy_kernels import GradFactors, logits_grad, sums_of_rows
 from megatron.core.parallel import collectives
 from megatron.core.parallel.global_state import get_mesh
 from megatron.core.parallel.rank_grid import Axis
@@ -148,14 +148,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             at_target=ctx.extra * grad.masked_fill(is_elsewhere, 0.0),
             everywhere=ctx.everywhere * grad if ctx.everywhere else None,
         )
-        rows = saved.reshape(-1, saved.shape[-1])
-        target = local_target.squeeze(-1)
-        if ctx.saves_exps:
-            grad_logits = logits_grad_from_exps(rows, target, factors, ctx.local_vocab, overwrite=overwrite)
-        else:
-            grad_logits = logits_grad(
-                rows, largest, target, factors, ctx.local_vocab, compiled=ctx.compiled, overwrite=overwrite
-            )
+        grad_logits = logits_grad(
+            saved.reshape(-1, saved.shape[-1]),
+            None if ctx.saves_exps else largest,
+            local_target.squeeze(-1),
+            factors,
+            ctx.local_vocab,
+            compiled=ctx.compiled,
+            overwrite=overwrite,
+        )
         return grad_logits.view_as(saved), None, None, None, None, None, None
 
 

@@ -367,14 +367,17 @@ def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytes
         assert runs == [*both_ways("write_forward"), *both_ways("write_dgrad")]
 
 
+OVERLAPS_SHARED = replace(
+    LLAMA,
+    moe_token_dispatcher_type="alltoall",
+    moe_shared_expert_intermediate_size=8,
+    moe_shared_expert_overlap=True,
+    num_layers=1,
+)
+
+
 def test_dispatch_begins_before_the_shared_experts_and_is_waited_for_after_them():
-    config = replace(
-        LLAMA,
-        moe_token_dispatcher_type="alltoall",
-        moe_shared_expert_intermediate_size=8,
-        moe_shared_expert_overlap=True,
-        num_layers=1,
-    )
+    config = OVERLAPS_SHARED
     layout = Layout(tp=2, dp=2, ep=2, m=1, data_parallel=zero(1))
 
     def work(mesh: Mesh) -> list[str]:
@@ -401,13 +404,7 @@ def test_dispatch_begins_before_the_shared_experts_and_is_waited_for_after_them(
 def test_what_is_sent_is_waited_for_whichever_parameters_train(trained: str, recompute: str, layout: Layout):
     """A recomputation ends with the last tensor that the backward needs. No rows may be under way then, also where only the
     shared experts are needed, which are computed while rows travel."""
-    config = replace(
-        LLAMA,
-        moe_token_dispatcher_type="alltoall",
-        moe_shared_expert_intermediate_size=8,
-        moe_shared_expert_overlap=True,
-        num_layers=1,
-    )
+    config = OVERLAPS_SHARED
     if recompute == "moe":
         layout = replace(layout, recompute="selective")
         config = replace(config, recompute_granularity="selective", recompute_modules=["moe"])
