@@ -14,22 +14,21 @@ class StackedLinear(nn.Module):
     """A linear of each expert, for the rows of each. `replace_linears` may exchange it.
 
     weight: [E, .., in] of this rank, whose dimensions between make up the output, such as [E, 2, f, h] of gate and up; its
-    placement has at most one axis for a dimension. axes: those that shard it, by name. calls: how often one forward of the model
-    calls it, which is the number of gradients that a backward adds to a parameter by `product`.
+    placement has at most one axis for a dimension. axes: those that shard it, by name.
 
-    forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
+    forward(x [rows, in], counts: the rows of each expert here, wgrad_parts) -> [rows, out]. wgrad_parts: joins the weight
+    gradients of several calls in a forward, if there are several.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     tp: TensorParallel
     axes: Mapping[str, Axis]
-    calls: int = 1
 
-    def forward(self, x: Tensor, counts: Sequence[int], **options: Any) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int], wgrad_parts: Any = None, **options: Any) -> Tensor:
         raise NotImplementedError
 
-    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int], wgrad_parts: Any = None) -> Tensor:
         """Return the product of each expert's rows with its matrix: x [rows, in], weight [E, .., in] -> [rows, out]."""
         raise NotImplementedError
 
@@ -72,5 +71,5 @@ class StackedLinear(nn.Module):
             init_per_matrix=True,
         )
         parameter = self.tp.parameter(tuple(local), placement, tuple(self.axes.values()))
-        parameter.num_grads_per_backward = self.calls
+        parameter.num_grads_per_backward = 1
         return parameter

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from megatron.core.ops.main_grad_interface import GradSink, set_grad_sink
 from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.tensor_parallel.linear_autograd import NATIVE_MATMUL
 from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.transformer.moe.experts import _GroupedProduct, can_group
+from megatron.core.transformer.moe.token_dispatcher import WgradParts
 
 COUNTS = [(37, 21, 0, 46, 5), (3, 0, 1), (0, 0, 0), (17, 33, 5, 1, 0), (0, 100, 7), (1,), (9, 16)]
 
@@ -52,6 +54,59 @@ def test_products_of_more_rows_write_each_experts_own(backend: MatmulBackend, dt
     tolerance = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
     for own, reference in zip(got, (expected.detach(), x.grad, weight.grad)):
         torch.testing.assert_close(own, reference, **tolerance)
+
+
+class Sink(GradSink):
+    """The sink of a weight whose main_grad is unset at first; it notes what it is told."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.events = weight, []
+        weight.main_grad = torch.full_like(weight, torch.nan)
+        set_grad_sink(weight, self)
+
+    def open_with_beta(self):
+        return self.weight.main_grad, int("added" in self.events)
+
+    def grad_was_added(self):
+        self.events.append("added")
+
+    def grad_was_deferred(self):
+        self.events.append("deferred")
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("counts", [((5, 3, 0, 0), (2, 0, 7, 0), (0, 0, 4, 0)), ((0, 0), (0, 0)), ((6, 1), (0, 9))])
+def test_several_calls_add_one_gradient_of_a_weight(counts: tuple, defers: bool):
+    """It comes with the backward of the first call, the last one, and an expert without rows has zeros."""
+    torch.manual_seed(0)
+    weight = torch.randn(len(counts[0]), 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    xs = [torch.randn(sum(of_call), 8, dtype=torch.float64, requires_grad=True) for of_call in counts]
+    sink, store = Sink(weight), WeightGradStore()
+    for _ in range(2):  # microbatches
+        parts = WgradParts(calls=len(xs))
+        ys = [
+            _GroupedProduct.apply(x, weight, of_call, store, NATIVE_MATMUL, False, parts)
+            for x, of_call in zip(xs, counts)
+        ]
+        events = len(sink.events)
+        work: list = []
+        for y in reversed(ys):
+            assert len(sink.events) == events
+            if defers:
+                with store.collect() as collected:
+                    y.backward(torch.ones_like(y))
+                work += collected
+            else:
+                y.backward(torch.ones_like(y))
+        for deferred in work:
+            deferred()
+    assert sink.events == (["deferred", "added"] if defers else ["added"]) * 2
+    assert weight.grad is None
+    expected = torch.zeros_like(weight).flatten(1, 2)
+    for x, of_call in zip(xs, counts):
+        for total, rows in zip(expected, x.detach().split(of_call)):
+            total += 2 * torch.ones(len(rows), 10, dtype=torch.float64).t() @ rows
+    torch.testing.assert_close(weight.main_grad.flatten(1, 2), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("counts", COUNTS)

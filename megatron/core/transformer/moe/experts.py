@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, ExpertRows
+from megatron.core.transformer.moe.token_dispatcher import ExpertRows, WgradParts
 from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute
 
 
@@ -39,8 +39,7 @@ class GroupedLinear(StackedLinear):
     """Y = X A_e^T + b_e for the rows of each expert e of this rank.
 
     shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
-    each expert has one. grouped: multiply all experts by one call where the device and dtype have it. calls: see
-    `StackedLinear`.
+    each expert has one. grouped: multiply all experts by one call where the device and dtype have it.
 
     forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
     """
@@ -54,7 +53,6 @@ class GroupedLinear(StackedLinear):
         shard: dict[str, int],
         bias: bool,
         grouped: bool = False,
-        calls: int = 1,
     ):
         super().__init__()
         tp = context.tp
@@ -68,9 +66,8 @@ class GroupedLinear(StackedLinear):
         placement = Placement(shape, init, shard=shard, **of_experts)
         self.tp = tp
         self.grouped = grouped and tp.matmul_backend is None
-        self.calls = calls
         self.weight = tp.parameter(tuple(local), placement, (ranks.ep, ranks.etp))
-        self.weight.num_grads_per_backward = calls
+        self.weight.num_grads_per_backward = 1  # `WgradParts` joins those of several calls
         self.bias = None
         if bias:
             kept = {name: dim for name, dim in shard.items() if dim < len(shape) - 1}
@@ -81,8 +78,10 @@ class GroupedLinear(StackedLinear):
             )
             self.bias = tp.parameter(tuple(local[:-1]), of_bias, (ranks.ep, ranks.etp))
 
-    def forward(self, x: Tensor, counts: Sequence[int], *, adds_bias: bool = True) -> Tensor:
-        y = self.product(x, self.weight, counts)
+    def forward(
+        self, x: Tensor, counts: Sequence[int], wgrad_parts: WgradParts | None = None, *, adds_bias: bool = True
+    ) -> Tensor:
+        y = self.product(x, self.weight, counts, wgrad_parts)
         if self.bias is None:
             return y
         biases = self.bias.flatten(1).unbind()  # [out] each
@@ -90,9 +89,12 @@ class GroupedLinear(StackedLinear):
             biases = [bias * 0 for bias in biases]  # a gradient of zeros: every rank of etp adds one to their sum
         return y + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, counts, strict=True)])
 
-    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def product(
+        self, x: Tensor, weight: Tensor, counts: Sequence[int], wgrad_parts: WgradParts | None = None
+    ) -> Tensor:
         grouped = self.grouped and can_group(x, weight)
-        return _GroupedProduct.apply(x, weight, tuple(counts), self.tp.weight_grads, self.tp.matmul, grouped)
+        tp = self.tp
+        return _GroupedProduct.apply(x, weight, tuple(counts), tp.weight_grads, tp.matmul, grouped, wgrad_parts)
 
     def count_flops(self, x: LayerInput) -> Flops:
         """x: whose tokens are rows, of whichever experts."""
@@ -122,16 +124,16 @@ class ParallelExperts(nn.Module):
             shard={"ep": 0, "etp": 2},
             bias=config.has_mlp_bias,
             grouped=config.moe_grouped_gemm,
-            calls=DISPATCHERS[config.moe_token_dispatcher_type].calls_of_experts(experts, context.experts),
         )
         self.linear_fc1 = linear((experts, 2 if config.is_gated else 1, f, h), init=config.init)
         self.linear_fc2 = linear((experts, h, f), init=config.output_init)
 
     def forward(self, rows: ExpertRows) -> Tensor:
-        hidden = self.linear_fc1(rows.x, rows.counts)  # [rows, gate | up]
+        counts, wgrad_parts = rows.counts, rows.wgrad_parts
+        hidden = self.linear_fc1(rows.x, counts, wgrad_parts)  # [rows, gate | up]
         activations = self.activation(hidden, None)  # [rows, f / etp]
         # ranks of etp have terms of one sum, to which the first adds the bias
-        result = self.linear_fc2(activations, rows.counts, adds_bias=self.etp.is_first)
+        result = self.linear_fc2(activations, counts, wgrad_parts, adds_bias=self.etp.is_first)
         if self.recomputes_activation and result.requires_grad:
             discard_and_recompute(activations, partial(self.activation, hidden, None), until=result)
         return result
@@ -157,11 +159,12 @@ class _GroupedProduct(torch.autograd.Function):
         store: WeightGradStore,
         matmul: MatmulBackend,
         grouped: bool,
+        wgrad_parts: WgradParts | None = None,
     ) -> Tensor:
         """x: [rows, in], weight: [E, .., in] -> [rows, out]"""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
-        ctx.rest = counts, store, matmul, grouped
+        ctx.rest = counts, store, matmul, grouped, wgrad_parts
         if grouped:
             return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), counts)
         y = x.new_empty((len(x), weight[0].numel() // weight.shape[-1]))  # [rows, out]
@@ -175,7 +178,7 @@ class _GroupedProduct(torch.autograd.Function):
         Saved: x, unless the weight is frozen, and the weight for the gradient of x.
         """
         x, weight = ctx.saved_tensors
-        counts, store, matmul, grouped = ctx.rest
+        counts, store, matmul, grouped, wgrad_parts = ctx.rest
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         if needs_dgrad and grouped:
@@ -183,12 +186,17 @@ class _GroupedProduct(torch.autograd.Function):
         elif needs_dgrad:
             grad_x = grad.new_empty((len(grad), weight.shape[-1]))  # [rows, in]
             _write_products(matmul.write_dgrad, grad_x, grad, weight, counts, matmul)
-        if needs_wgrad and store.is_collecting and main_grad_of(ctx.weight) is not None:
-            store.put(partial(_accumulate, ctx.weight, grad, x.detach(), counts, matmul))
-            grad_was_deferred(ctx.weight)
+        if needs_wgrad and main_grad_of(ctx.weight) is None:
+            grad_weight = _wgrad(weight, grad, x, counts, matmul)
         elif needs_wgrad:
-            grad_weight = _accumulate(ctx.weight, grad, x, counts, matmul)
-        return grad_x, grad_weight, None, None, None, None
+            part = _WgradPart(grad, x.detach(), counts)
+            parts = [part] if wgrad_parts is None else wgrad_parts.add(ctx.weight, part)
+            if parts and store.is_collecting:
+                store.put(partial(_accumulate, ctx.weight, parts, matmul))
+                grad_was_deferred(ctx.weight)
+            elif parts:
+                _accumulate(ctx.weight, parts, matmul)
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _write_products(
@@ -199,7 +207,7 @@ def _write_products(
     if sizes != list(counts):
         _write_products_of_more_rows(write, out, x, weight, counts, sizes)
         return
-    blocks = zip(out.split(counts), x.split(counts), _matrices(weight))
+    blocks = zip(out.split_with_sizes(counts), x.split_with_sizes(counts), _matrices(weight))
     for part, rows, matrix in blocks_to_compute(blocks, lambda block: len(block[1])):
         if len(rows):
             write(part, rows, matrix, None)
@@ -280,28 +288,42 @@ def _matrices(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.flatten(1, -2).unbind()
 
 
+class _WgradPart(NamedTuple):
+    """Of one call: grad [rows, out], x [rows, in], counts: the rows of each expert."""
+
+    grad: Tensor
+    x: Tensor
+    counts: tuple[int, ...]
+
+
 @torch.no_grad()
-def _accumulate(
-    weight: Tensor, grad: Tensor, x: Tensor, counts: tuple[int, ...], matmul: MatmulBackend
-) -> Tensor | None:
-    """Add each expert's gradient grad^T x to `weight.main_grad` and return None; without a buffer, return it.
+def _wgrad(weight: Tensor, grad: Tensor, x: Tensor, counts: tuple[int, ...], matmul: MatmulBackend) -> Tensor:
+    """Return each expert's gradient grad^T x, of the weight's shape; that of an expert without rows is zeros."""
+    parts = [matmul.wgrad(part, rows, None) for part, rows in zip(grad.split(counts), x.split(counts))]
+    return torch.stack(parts).view(weight.shape)
+
+
+@torch.no_grad()
+def _accumulate(weight: Tensor, parts: Sequence[_WgradPart], matmul: MatmulBackend) -> None:
+    """Add each expert's gradient, the sum of grad^T x of all parts, to `weight.main_grad`.
 
     An expert without rows has a gradient too, of zeros.
     """
-    grads, xs = grad.split(counts), x.split(counts)
     main_grad, beta = main_grad_and_beta(weight)
-    if main_grad is None:
-        parts = [matmul.wgrad(part, rows, None) for part, rows in zip(grads, xs)]
-        return torch.stack(parts).view(weight.shape)
-    totals = main_grad.view(len(counts), -1, weight.shape[-1]).unbind()
-    blocks = zip(counts, totals, grads, xs)
-    for rows, total, part, own in blocks_to_compute(blocks, lambda block: block[0]):
-        if rows:
-            matmul.accumulate_wgrad(total, part, own, beta, None)
-        elif not beta:
+    totals = main_grad.view(len(weight), -1, weight.shape[-1]).unbind()
+    factors = (zip(part.grad.split_with_sizes(part.counts), part.x.split_with_sizes(part.counts)) for part in parts)
+    products = []  # (total, grad, x, beta)
+    for total, of_expert in zip(totals, zip(*factors), strict=True):
+        added = beta
+        for grad, x in of_expert:
+            if len(x):
+                products.append((total, grad, x, added))
+                added = 1
+        if not added:
             total.zero_()
+    for total, grad, x, added in blocks_to_compute(products, lambda product: len(product[2])):
+        matmul.accumulate_wgrad(total, grad, x, added, None)
     grad_was_added(weight)
-    return None
 
 
 __getattr__ = names_of_megatron(__name__)

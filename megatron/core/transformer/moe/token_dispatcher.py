@@ -9,7 +9,9 @@ and their results are added. Weights stay where the token is. Every rank of ep_e
 without rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +26,33 @@ from megatron.core.transformer.layer_parallel_context import ExpertParallel
 from megatron.core.transformer.moe.moe_utils import order_by_expert
 
 
+class WgradParts:
+    """What the weight gradients of several calls of the experts are computed from, until the backward has seen all calls.
+
+    Each gradient is then computed at once: the products of one expert follow each other, while its gradient is in the cache.
+    And no rank waits for rows because another computes weight gradients first.
+    """
+
+    def __init__(self, calls: int):
+        self.calls = calls
+        self._parts: defaultdict[Hashable, list[Any]] = defaultdict(list)
+
+    def add(self, weight: Tensor, part: Any) -> list[Any]:
+        """Keep what one call has for the gradient of `weight`, of any shape. Return all, in order, with the last; else []."""
+        parts = self._parts[weight]
+        parts.append(part)
+        return self._parts.pop(weight) if len(parts) == self.calls else []
+
+
 class ExpertRows(NamedTuple):
-    """Rows that this rank's experts compute: x [rows, h], by expert; counts: the rows of each."""
+    """Rows that this rank's experts compute: x [rows, h], by expert; counts: the rows of each.
+
+    wgrad_parts: of the calls that take parts of the rows; None: this call takes all.
+    """
 
     x: Tensor
     counts: tuple[int, ...]
+    wgrad_parts: WgradParts | None = None
 
 
 Experts = Callable[[ExpertRows], Tensor]  # -> results [rows, h]
@@ -46,11 +70,6 @@ class TokenDispatcher:
         self.ranks = ranks
         self.local = num_experts // ranks.ep.size  # experts of a rank
 
-    @staticmethod
-    def calls_of_experts(num_experts: int, ranks: ExpertParallel) -> int:
-        """Return how often `finish` calls the experts, the same number on every rank."""
-        return 1
-
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
         raise NotImplementedError
 
@@ -66,14 +85,14 @@ class AllToAllDispatcher(TokenDispatcher):
 
         send rows ............ wait         send results ............. wait
                   own, first half   others'              own, second half
+
+    The weight gradients of all come last in the backward, while the gradients of others' rows go back.
     """
 
-    @staticmethod
-    def calls_of_experts(num_experts: int, ranks: ExpertParallel) -> int:
-        """A half without experts is no call. Rows decide nothing here: modules that gather weights need equal calls."""
-        if ranks.ep_etp.size == 1:
-            return 1
-        return 3 if num_experts > ranks.ep.size else 2
+    @property
+    def half(self) -> int:
+        """The number of experts in the first half; a second half without any is left out."""
+        return (self.local + 1) // 2
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
         ep, etp, ep_etp = self.ranks.ep, self.ranks.etp, self.ranks.ep_etp
@@ -91,10 +110,12 @@ class AllToAllDispatcher(TokenDispatcher):
         sent_counts = row_counts(counts, ids.numel())  # [ep][local]
         self.own_counts = sent_counts[ep.rank]
         self.rows_to_ep = [sum(of_rank) for of_rank in sent_counts]  # [ep]
-        start = sum(self.rows_to_ep[: ep.rank])
-        stop = start + self.rows_to_ep[ep.rank]
+        self.start_of_own = sum(self.rows_to_ep[: ep.rank])
+        bounds = [self.start_of_own, self.start_of_own + self.rows_to_ep[ep.rank]]
+        if self.half < self.local:
+            bounds.insert(1, self.start_of_own + sum(self.own_counts[: self.half]))
         self.order = order[: sum(self.rows_to_ep)]
-        others, self.own = TokensToRows.apply(tokens, self.order, self.place, (start, stop))
+        others, *self.own_parts = TokensToRows.apply(tokens, self.order, self.place, bounds)
         self.received_counts = row_counts(arriving.wait(), ids.numel() * etp.size)  # [ranks][local]
         self.received_counts[ep_etp.rank] = [0] * self.local  # own rows do not travel
 
@@ -113,7 +134,7 @@ class AllToAllDispatcher(TokenDispatcher):
             return others
         rows_of_ep = list(others.split(self.rows_to_ep[: ep.rank] + self.rows_to_ep[ep.rank + 1 :]))
         copies = [etp.size] * len(rows_of_ep)
-        rows_of_ep.insert(ep.rank, self.own)
+        rows_of_ep.insert(ep.rank, torch.cat(self.own_parts))
         copies.insert(ep.rank, etp.size - 1)  # to the ranks that have the other parts of this rank's experts
         return torch.cat([rows for rows, n in zip(rows_of_ep, copies) for _ in range(n)])
 
@@ -121,30 +142,35 @@ class AllToAllDispatcher(TokenDispatcher):
         etp, ep_etp = self.ranks.etp, self.ranks.ep_etp
         if ep_etp.size == 1:
             results = experts(ExpertRows(self.own, tuple(self.own_counts)))
-            return RowsToTokens.apply(results, self.weights, self.order, self.place)
+            return RowsToTokens.apply(self.weights, self.order, self.place, 0, None, results)
 
         # own rows of the first half of the experts, while the others' rows come
-        half = (self.local + 1) // 2
+        half = self.half
         no_rows = [0] * self.local
-        first_rows, second_rows = self.own.split([sum(self.own_counts[:half]), sum(self.own_counts[half:])])
-        own_results = experts(ExpertRows(first_rows, (*self.own_counts[:half], *no_rows[half:])))
+        # the number of calls is equal on every rank, whichever rows there are: modules that gather weights need that
+        wgrad_parts = WgradParts(calls=1 + len(self.own_parts))
+        first_counts = (*self.own_counts[:half], *no_rows[half:])
+        own_results = [experts(ExpertRows(self.own_parts[0], first_counts, wgrad_parts))]
 
         # the others' rows come by (rank, expert); experts take them by (expert, rank)
         by_expert = list(zip(*self.received_counts))  # [local][ranks]
         rows = transpose_chunks(self.sending.wait(), self.received_counts)
-        results = transpose_chunks(experts(ExpertRows(rows, tuple(map(sum, by_expert)))), by_expert)
+        results = experts(ExpertRows(rows, tuple(map(sum, by_expert)), wgrad_parts))
+        results = transpose_chunks(results, by_expert)
         returning = autograd_collectives.StartedAllToAll(results, ep_etp, self.output_splits, self.input_splits)
 
         # own rows of the second half, while the others' results go back
         if half < self.local:
-            second_results = experts(ExpertRows(second_rows, (*no_rows[:half], *self.own_counts[half:])))
-            own_results = torch.cat((own_results, second_results))
-        terms = list(returning.wait().split(self.input_splits))  # of each rank
-        terms[ep_etp.rank] = own_results
-        if etp.size > 1:  # ranks of etp have terms of one sum
-            firsts = range(0, ep_etp.size, etp.size)
-            terms = [sum(terms[i + 1 : i + etp.size], terms[i]) for i in firsts]
-        return RowsToTokens.apply(torch.cat(terms), self.weights, self.order, self.place)
+            second_counts = (*no_rows[:half], *self.own_counts[half:])
+            own_results.append(experts(ExpertRows(self.own_parts[1], second_counts, wgrad_parts)))
+        returned = returning.wait()
+        if etp.size == 1:
+            return RowsToTokens.apply(self.weights, self.order, self.place, self.start_of_own, returned, *own_results)
+        terms = list(returned.split(self.input_splits))  # of each rank: ranks of etp have terms of one sum
+        terms[ep_etp.rank] = torch.cat(own_results)
+        firsts = range(0, ep_etp.size, etp.size)
+        sums = [sum(terms[i + 1 : i + etp.size], terms[i]) for i in firsts]
+        return RowsToTokens.apply(self.weights, self.order, self.place, 0, None, *sums)
 
 
 def transpose_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
@@ -180,7 +206,7 @@ class AllGatherDispatcher(TokenDispatcher):
 
     def finish(self, experts: Experts) -> Tensor:
         results = experts(ExpertRows(self.rows, tuple(self.counts)))
-        terms = RowsToTokens.apply(results, self.weights, self.order, self.place)  # [ranks T, h]
+        terms = RowsToTokens.apply(self.weights, self.order, self.place, 0, None, results)  # [ranks T, h]
         return autograd_collectives.reduce_scatter_sequence(terms, self.ranks.ep_etp)
 
 
@@ -189,29 +215,29 @@ DISPATCHERS = {"alltoall": AllToAllDispatcher, "alltoall_seq": AllToAllDispatche
 
 
 class TokensToRows(torch.autograd.Function):
-    """tokens [T, h] -> the row of each choice that is kept, by expert: those of other ranks [.., h], this rank's own [.., h]."""
+    """tokens [T, h] -> the row of each choice that is kept, by expert: those of other ranks, and parts of own ones, [.., h]."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, own: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:
         """order: int64 [rows], the choice of each row; place: int64 [T, K], the row of each choice, >= rows if dropped.
 
-        own: (start, stop) of this rank's rows.
+        bounds: of the parts of this rank's own rows, which follow each other: the first's start, ..., the last's end.
         """
         ctx.save_for_backward(place)
-        ctx.start, stop = own
+        ctx.start = bounds[0]
         token = order // place.shape[1]
-        others = torch.cat((token[: ctx.start], token[stop:]))
-        return tokens.index_select(0, others), tokens.index_select(0, token[ctx.start : stop])
+        others = torch.cat((token[: bounds[0]], token[bounds[-1] :]))
+        own = [tokens.index_select(0, token[start:stop]) for start, stop in pairwise(bounds)]
+        return tokens.index_select(0, others), *own
 
     @staticmethod
-    def backward(ctx: Any, others: Tensor, own: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, others: Tensor, *own: Tensor) -> tuple[Tensor | None, ...]:
         """others, own: gradients as in the forward -> [T, h], the sum over the choices of a token in their order.
 
         Saved: place.
         """
         (place,) = ctx.saved_tensors
-        grad = torch.cat((others[: ctx.start], own, others[ctx.start :])) if len(others) else own
-        grad, place = _with_zeros(grad, place)
+        grad, place = _with_zeros(_in_order(others, own, ctx.start), place)
         return functional.embedding_bag(place, grad, mode="sum"), None, None, None
 
 
@@ -222,9 +248,14 @@ class RowsToTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        """order, place: see `TokensToRows`."""
+    def forward(
+        ctx: Any, weights: Tensor, order: Tensor, place: Tensor, start: int, others: Tensor | None, *own: Tensor
+    ) -> Tensor:
+        """order, place: see `TokensToRows`. The rows are parts: own ones [.., h], at `start` among the others [.., h]."""
+        rows = _in_order(others, own, start)
         ctx.save_for_backward(rows, weights, order)
+        ctx.start = start
+        ctx.sizes = [len(part) for part in own]
         dtype = torch.promote_types(rows.dtype, weights.dtype)
         values, place = _with_zeros(rows, place)
         if rows.dtype == weights.dtype:
@@ -237,17 +268,34 @@ class RowsToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [T, h] -> the gradients of rows and weights. Saved: both, and order."""
+        """grad: [T, h] -> the gradients of weights and of the rows. Saved: both, and order."""
         rows, weights, order = ctx.saved_tensors
         dtype = torch.promote_types(rows.dtype, weights.dtype)
         of_rows = grad.index_select(0, order // weights.shape[1]).to(dtype)  # [rows, h]
         grad_weights = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[0]:
             products = (of_rows * rows).sum(-1)  # [rows]
             grad_weights = products.new_zeros(weights.numel()).index_copy_(0, order, products).view(weights.shape)
             grad_weights = grad_weights.to(weights.dtype)
         grad_rows = of_rows.mul_(weights.flatten()[order].unsqueeze(-1)).to(rows.dtype)
-        return grad_rows, grad_weights, None, None
+        stop = ctx.start + sum(ctx.sizes)
+        others = None
+        if ctx.needs_input_grad[4]:
+            others = _joined((grad_rows[: ctx.start], grad_rows[stop:]))
+        return grad_weights, None, None, None, others, *grad_rows[ctx.start : stop].split(ctx.sizes)
+
+
+def _in_order(others: Tensor | None, own: Sequence[Tensor], start: int) -> Tensor:
+    """Return the parts of own rows [.., h] behind the first `start` rows of the others [.., h]."""
+    if others is None:
+        return _joined(own)
+    return _joined((others[:start], *own, others[start:]))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts [.., h], without a copy if at most one has any."""
+    with_rows = [part for part in parts if len(part)]
+    return torch.cat(with_rows) if len(with_rows) > 1 else (with_rows or parts)[0]
 
 
 def _with_zeros(rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
