@@ -34,7 +34,7 @@ from megatron.core.optimizer.param_groups import GroupRule, ParamGroup, default_
 from megatron.core.optimizer.split_master import SplitMaster
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.rank_grid import Axis
+from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.sharding.boxes import rows_to_flat_range
 from megatron.core.sharding.placement import owned_pieces
 
@@ -227,23 +227,28 @@ class FlatOptimizer:
         self._open_gradients()
         if self.fixed_order:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
-        squares = [self._sum_of_squares(axes.model) for axes in self.mesh.all_grad_axes()]
-        return torch.stack(squares).sum().sqrt().item()
+        kinds = [self._own_squares(axes.model) for axes in self.mesh.all_grad_axes()]  # dense, experts
+        for along in zip(*(axes for _, axes in kinds)):  # sums of both kinds at a time, over axes of their own
+            sums = [collectives.start_all_reduce(squares, axis) for (squares, _), axis in zip(kinds, along)]
+            for handle in sums:
+                handle.wait()
+        return torch.stack([squares for squares, _ in kinds]).sum().sqrt().item()
 
-    def _sum_of_squares(self, model: Axis) -> Tensor:
-        """Return the sum of squares of gradients whose copies are spread over `model`, whose ranks must all call."""
+    def _own_squares(self, model: Axis) -> tuple[Tensor, tuple[Axis, ...]]:
+        """Return the sum of squares of this rank's gradients whose copies are spread over `model`, a scalar.
+
+        And the axes to sum it over: shard, outer, model.
+        """
         # float64: squares of float32 gradients neither overflow nor lose small ones.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        shard_axes: tuple[Axis, ...] = ()
+        shard_axes = (ALONE, ALONE)
         for buffer, weighted in zip(self.buffers, self._weighted):
             if buffer.axes.model.ranks == model.ranks:  # dense or expert parameters: their copies span other ranks
                 shard_axes = (buffer.axes.shard, buffer.axes.outer)
                 for weight, part in weighted:
                     squares = _sum_of_squares(part)
                     total += squares if weight == 1 else weight * squares  # 0 x infinity is NaN
-        for axis in shard_axes:
-            collectives.all_reduce(total, axis)
-        return collectives.all_reduce(total, model)
+        return total, (*shard_axes, model)
 
     def _squares_of_all_parameters(self) -> list[float]:
         """Return the sums of squares of each piece of a parameter, from all ranks of mp.
