@@ -229,8 +229,10 @@ class FlatOptimizer:
             return math.sqrt(math.fsum(self._squares_of_all_parameters()))
         kinds = [self._own_squares(axes.model) for axes in self.mesh.all_grad_axes()]  # dense, experts
         for along in zip(*(axes for _, axes in kinds)):  # sums of both kinds at a time, over axes of their own
-            sums = [collectives.start_all_reduce(squares, axis) for (squares, _), axis in zip(kinds, along)]
-            for handle in sums:
+            started = []
+            for (squares, _), axis in zip(kinds, along):
+                started.append(collectives.start_all_reduce(squares, axis))
+            for handle in started:
                 handle.wait()
         return torch.stack([squares for squares, _ in kinds]).sum().sqrt().item()
 
