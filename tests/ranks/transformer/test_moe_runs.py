@@ -38,7 +38,7 @@ from megatron.core.parallel.rank_grid import EXPERT_DATA_PARALLEL, Axis
 from megatron.core.tensor_parallel.linear_autograd import TorchMatmul
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import experts, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.in_memory_route_replay import RouteReplay
 from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
@@ -321,14 +321,13 @@ def test_rows_travel_as_the_closed_form_says(layout: Layout):
 
 def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytest.MonkeyPatch):
     """Two rows in four are a rank's own. Half of its experts have theirs computed during the dispatch, the other half while the
-    results go back, and so have the gradients. Experts without rows have no product."""
+    results go back, and so have the gradients. Experts without rows have no product. Weight gradients, one of each linear, come
+    when the gradients of others' rows are under way."""
     config = replace(GPT2, **FORCED, moe_token_dispatcher_type="alltoall", num_layers=1)
     layout = Layout(dp=2, ep=2, m=1, data_parallel=zero(1))
     products: dict[int, list[str]] = {}  # of each thread
 
-    def noting(name: str):
-        method = getattr(TorchMatmul, name)
-
+    def noting(name: str, method: Callable[..., None]):
         def note(*arguments) -> None:
             products.setdefault(threading.get_ident(), []).append(name)
             method(*arguments)
@@ -336,7 +335,8 @@ def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytes
         return note
 
     for name in ("write_forward", "write_dgrad"):
-        monkeypatch.setattr(TorchMatmul, name, noting(name))
+        monkeypatch.setattr(TorchMatmul, name, noting(name, getattr(TorchMatmul, name)))
+    monkeypatch.setattr(experts, "_accumulate", noting("wgrad", experts._accumulate))
 
     def work(mesh: Mesh) -> list[str]:
         events = products.setdefault(threading.get_ident(), [])
@@ -350,21 +350,16 @@ def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytes
         tiny.step(0)
         return events
 
-    def both_ways(product: str) -> list[tuple[str, int]]:
-        two = 2  # linears
-        return [
-            ("begin", 1),
-            (product, 2 * two),
-            ("end", 1),
-            (product, 4 * two),
-            ("begin", 1),
-            (product, 2 * two),
-            ("end", 1),
-        ]
+    two = 2  # linears
+    sent, received = ("begin", 1), ("end", 1)
+    before = [sent, ("write_forward", 2 * two), received, ("write_forward", 4 * two)]
+    after = [sent, ("write_forward", 2 * two), received]
+    before_in_backward = [sent, ("write_dgrad", 2 * two), received, ("write_dgrad", 4 * two)]
+    after_in_backward = [sent, *[("write_dgrad", 2), ("wgrad", 1)] * two, received]
 
     for events in run_ranks(layout.sizes, work):
         runs = [(name, len(list(same))) for name, same in groupby(events)]
-        assert runs == [*both_ways("write_forward"), *both_ways("write_dgrad")]
+        assert runs == [*before, *after, *before_in_backward, *after_in_backward]
 
 
 OVERLAPS_SHARED = replace(
