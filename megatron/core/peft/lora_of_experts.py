@@ -42,12 +42,12 @@ class StackedLoRA(Adapted):
             return FusedRows(dict.fromkeys(gated, between[1]), 1)
         return FusedRows({WHOLE: math.prod(between)}, 1)
 
-    def forward(self, x: Tensor, counts: Sequence[int], wgrad_parts: Any = None, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int], wgrads: Any = None, **options: Any) -> Tensor:
         deltas = {}
         for part, adapter, a, b in self.pairs():
-            h = self.linear.product(x, a, counts, wgrad_parts)  # [rows, rank]
-            deltas[part] = self.linear.product(adapter.scale * h, b, counts, wgrad_parts)
-        return with_deltas(self.linear(x, counts, wgrad_parts, **options), self.rows, deltas)
+            h = self.linear.product(x, a, counts, wgrads)  # [rows, rank]
+            deltas[part] = self.linear.product(adapter.scale * h, b, counts, wgrads)
+        return with_deltas(self.linear(x, counts, wgrads, **options), self.rows, deltas)
 
     def count_flops(self, x: LayerInput) -> Flops:
         """x: whose tokens are rows, of whichever experts."""

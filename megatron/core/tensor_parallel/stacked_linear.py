@@ -16,8 +16,9 @@ class StackedLinear(nn.Module):
     weight: [E, .., in] of this rank, whose dimensions between make up the output, such as [E, 2, f, h] of gate and up; its
     placement has at most one axis for a dimension. axes: those that shard it, by name.
 
-    forward(x [rows, in], counts: the rows of each expert here, wgrad_parts) -> [rows, out]. wgrad_parts: joins the weight
-    gradients of several calls in a forward, if there are several.
+    forward(x [rows, in], counts: the rows of each expert here, wgrads) -> [rows, out]. wgrads: takes the weight gradients of
+    this call, if another call completes them, see `ExpertRows`; for every `product` of the call. A call has one product of a
+    parameter at most.
     """
 
     weight: nn.Parameter
@@ -25,10 +26,10 @@ class StackedLinear(nn.Module):
     tp: TensorParallel
     axes: Mapping[str, Axis]
 
-    def forward(self, x: Tensor, counts: Sequence[int], wgrad_parts: Any = None, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int], wgrads: Any = None, **options: Any) -> Tensor:
         raise NotImplementedError
 
-    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int], wgrad_parts: Any = None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int], wgrads: Any = None) -> Tensor:
         """Return the product of each expert's rows with its matrix: x [rows, in], weight [E, .., in] -> [rows, out]."""
         raise NotImplementedError
 
@@ -71,5 +72,5 @@ class StackedLinear(nn.Module):
             init_per_matrix=True,
         )
         parameter = self.tp.parameter(tuple(local), placement, tuple(self.axes.values()))
-        parameter.num_grads_per_backward = 1
+        parameter.num_grads_per_backward = 1  # the terms of several calls count as one
         return parameter

@@ -162,6 +162,29 @@ def test_both_dispatchers_compute_the_same():
             torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_half_precision_rounds_once_also_where_the_experts_of_a_token_are_on_different_ranks(dispatcher: str):
+    """Each token's output, of one process and of two expert-parallel ranks with half of the samples each: equal, but for rare last bits."""
+    config = replace(TINY, fp64=False, bf16=True, moe_router_topk=4, moe_token_dispatcher_type=dispatcher)
+    layer, x = of_tokens(config)
+    expected = layer(x).detach()
+
+    def rank(mesh: Mesh) -> Tensor:
+        context = LayerContext.from_mesh(mesh, config.params_dtype, SampleDropoutKeys(3))
+        context.aux_losses.num_layers = 1
+        of_rank = ParallelMoE(config, 0, context)
+        ep = mesh["ep"]
+        with torch.no_grad():
+            for own, whole in zip(of_rank.parameters(), layer.parameters(), strict=True):
+                part = whole.chunk(ep.size)[ep.rank] if own.shape != whole.shape else whole
+                own.copy_(part)
+            return of_rank(x[:, ep.rank : ep.rank + 1])
+
+    got = torch.cat(run_ranks({"dp": 2, "ep": 2}, rank), 1)
+    differ = (got != expected).double().mean().item()
+    assert differ < 0.01, differ
+
+
 def test_both_kinds_of_products_compute_the_same(monkeypatch: pytest.MonkeyPatch):
     """In float32: torch has no grouped product of float64."""
     single = replace(TINY, fp64=False)

@@ -321,16 +321,16 @@ def test_rows_travel_as_the_closed_form_says(layout: Layout):
 
 def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytest.MonkeyPatch):
     """Two rows in four are a rank's own. Half of its experts have theirs computed during the dispatch, the other half while the
-    results go back, and so have the gradients. Experts without rows have no product. Weight gradients, one of each linear, come
-    when the gradients of others' rows are under way."""
+    results go back, and so have the gradients. Experts without rows have no product. The gradient of the first weights from others'
+    rows comes when the gradients of these rows are under way, before anything else there."""
     config = replace(GPT2, **FORCED, moe_token_dispatcher_type="alltoall", num_layers=1)
     layout = Layout(dp=2, ep=2, m=1, data_parallel=zero(1))
     products: dict[int, list[str]] = {}  # of each thread
 
     def noting(name: str, method: Callable[..., None]):
-        def note(*arguments) -> None:
+        def note(*arguments, **options) -> None:
             products.setdefault(threading.get_ident(), []).append(name)
-            method(*arguments)
+            method(*arguments, **options)
 
         return note
 
@@ -354,8 +354,9 @@ def test_a_rank_computes_its_own_rows_while_the_others_travel(monkeypatch: pytes
     sent, received = ("begin", 1), ("end", 1)
     before = [sent, ("write_forward", 2 * two), received, ("write_forward", 4 * two)]
     after = [sent, ("write_forward", 2 * two), received]
-    before_in_backward = [sent, ("write_dgrad", 2 * two), received, ("write_dgrad", 4 * two)]
-    after_in_backward = [sent, *[("write_dgrad", 2), ("wgrad", 1)] * two, received]
+    both, of_other, wgrad = [("write_dgrad", 2), ("wgrad", 1)] * two, ("write_dgrad", 4), ("wgrad", 1)
+    before_in_backward = [sent, *both, received, of_other, wgrad, of_other]
+    after_in_backward = [sent, wgrad, *both, received]
 
     for events in run_ranks(layout.sizes, work):
         runs = [(name, len(list(same))) for name, same in groupby(events)]

@@ -226,13 +226,14 @@ def test_chunks_of_ranks_become_chunks_of_experts_and_go_back(received: list, ex
 
 def test_rows_by_expert_and_back():
     ids = torch.tensor([[0, 2], [1, 2], [0, 1]])
-    order, place, counts = moe_utils.order_by_expert(ids, None, 3)
+    order, counts = moe_utils.order_by_expert(ids, None, 3)
     assert order.tolist() == [0, 4, 2, 5, 1, 3] and counts.tolist() == [2, 2, 2]
+    place = moe_utils.place_of_choices(order, (3, 2))
     assert (ids.flatten()[order][place] == ids).all()
     kept = torch.tensor([[True, False], [True, True], [False, True]])
-    order, place, counts = moe_utils.order_by_expert(ids, kept, 3)
+    order, counts = moe_utils.order_by_expert(ids, kept, 3)
     assert counts.tolist() == [1, 2, 1] and order[:4].tolist() == [0, 2, 5, 3]
-    assert ((place < 4) == kept).all()
+    assert moe_utils.place_of_choices(order[:4], (3, 2)).tolist() == [[0, 4], [1, 3], [4, 2]]
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 20.0])

@@ -11,7 +11,7 @@ from megatron.core.ops.weight_grad_store import WeightGradStore
 from megatron.core.tensor_parallel.linear_autograd import NATIVE_MATMUL
 from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.transformer.moe.experts import _GroupedProduct, can_group
-from megatron.core.transformer.moe.token_dispatcher import WgradParts
+from megatron.core.transformer.moe.token_dispatcher import DelayedWgrads, EarlierWgrads
 
 COUNTS = [(37, 21, 0, 46, 5), (3, 0, 1), (0, 0, 0), (17, 33, 5, 1, 0), (0, 100, 7), (1,), (9, 16)]
 
@@ -60,12 +60,14 @@ class Sink(GradSink):
     """The sink of a weight whose main_grad is unset at first; it notes what it is told."""
 
     def __init__(self, weight: torch.Tensor):
-        self.weight, self.events = weight, []
+        self.weight, self.events, self.is_opened = weight, [], False
         weight.main_grad = torch.full_like(weight, torch.nan)
         set_grad_sink(weight, self)
 
     def open_with_beta(self):
-        return self.weight.main_grad, int("added" in self.events)
+        beta = int(self.is_opened)
+        self.is_opened = True
+        return self.weight.main_grad, beta
 
     def grad_was_added(self):
         self.events.append("added")
@@ -77,36 +79,62 @@ class Sink(GradSink):
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("counts", [((5, 3, 0, 0), (2, 0, 7, 0), (0, 0, 4, 0)), ((0, 0), (0, 0)), ((6, 1), (0, 9))])
 def test_several_calls_add_one_gradient_of_a_weight(counts: tuple, defers: bool):
-    """It comes with the backward of the first call, the last one, and an expert without rows has zeros."""
+    """It comes with the backward of the first call, the last one there; an expert without rows has zeros."""
     torch.manual_seed(0)
     weight = torch.randn(len(counts[0]), 2, 5, 8, dtype=torch.float64, requires_grad=True)
     xs = [torch.randn(sum(of_call), 8, dtype=torch.float64, requires_grad=True) for of_call in counts]
     sink, store = Sink(weight), WeightGradStore()
     for _ in range(2):  # microbatches
-        parts = WgradParts(calls=len(xs))
-        ys = [
-            _GroupedProduct.apply(x, weight, of_call, store, NATIVE_MATMUL, False, parts)
-            for x, of_call in zip(xs, counts)
-        ]
+        results = results_of_calls(xs, weight, counts, store)
         events = len(sink.events)
         work: list = []
-        for y in reversed(ys):
+        for result in reversed(results):
             assert len(sink.events) == events
             if defers:
                 with store.collect() as collected:
-                    y.backward(torch.ones_like(y))
+                    result.backward(torch.ones_like(result))
                 work += collected
             else:
-                y.backward(torch.ones_like(y))
+                result.backward(torch.ones_like(result))
         for deferred in work:
             deferred()
     assert sink.events == (["deferred", "added"] if defers else ["added"]) * 2
     assert weight.grad is None
-    expected = torch.zeros_like(weight).flatten(1, 2)
+    assert_are_gradients_of_ones(weight.main_grad, xs, counts, times=2)
+
+
+def results_of_calls(xs: list, weight: torch.Tensor, counts: tuple, store: WeightGradStore) -> list[torch.Tensor]:
+    """As a dispatcher makes them: the weight gradients of the second call are delayed until the backward of the first."""
+    delayed = DelayedWgrads()
+    results = [
+        _GroupedProduct.apply(x, weight, of_call, store, NATIVE_MATMUL, False, wgrads)
+        for x, of_call, wgrads in zip(xs, counts, [None, delayed, EarlierWgrads()])
+    ]
+    return [delayed.before_backward_of(results[0]), *results[1:]]
+
+
+def assert_are_gradients_of_ones(main_grad: torch.Tensor, xs: list, counts: tuple, *, times: int = 1) -> None:
+    """Whether main_grad is that of a loss which adds up all results, several times."""
+    expected = torch.zeros_like(main_grad).flatten(1, 2)
     for x, of_call in zip(xs, counts):
         for total, rows in zip(expected, x.detach().split(of_call)):
-            total += 2 * torch.ones(len(rows), 10, dtype=torch.float64).t() @ rows
-    torch.testing.assert_close(weight.main_grad.flatten(1, 2), expected, rtol=0, atol=1e-12)
+            total += times * torch.ones(len(rows), total.shape[0], dtype=torch.float64).t() @ rows
+    torch.testing.assert_close(main_grad.flatten(1, 2), expected, rtol=0, atol=1e-12)
+
+
+def test_a_backward_that_ended_early_leaves_nothing_to_the_next_through_the_same_graph():
+    torch.manual_seed(0)
+    counts = ((2, 0), (1, 3), (0, 2))
+    weight = torch.randn(2, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    xs = [torch.randn(sum(of_call), 4, dtype=torch.float64, requires_grad=True) for of_call in counts]
+    weight.main_grad = torch.zeros_like(weight)
+    results = results_of_calls(xs, weight, counts, WeightGradStore())
+    loss = sum(result.sum() for result in results)
+    for part in (xs[1], xs[2]):  # a part of the graph, of whose calls the first is none
+        torch.autograd.grad(loss, [part, weight], retain_graph=True, allow_unused=True)
+        weight.main_grad.zero_()
+    loss.backward()
+    assert_are_gradients_of_ones(weight.main_grad, xs, counts)
 
 
 @pytest.mark.parametrize("counts", COUNTS)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.matmul_backend_interface import MatmulBackend
 from megatron.core.tensor_parallel.stacked_linear import StackedLinear
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
-from megatron.core.transformer.moe.token_dispatcher import ExpertRows, WgradParts
+from megatron.core.transformer.moe.token_dispatcher import EarlierWgrads, ExpertRows
 from megatron.core.transformer.recompute_without_rng_state import discard_and_recompute
 
 
@@ -41,7 +41,8 @@ class GroupedLinear(StackedLinear):
     shape: of the whole weight, [E, out, in] or [E, parts, out, in]. shard: axis -> the dimension that it shards. bias: whether
     each expert has one. grouped: multiply all experts by one call where the device and dtype have it.
 
-    forward(x [rows, in], counts: the rows of each expert here) -> [rows, out].
+    forward(x [rows, in], counts: the rows of each expert here, wgrads: see `StackedLinear`) -> [rows, out]. adds_bias:
+    False on ranks whose results are terms of a sum to which another rank adds it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GroupedLinear(StackedLinear):
         self.tp = tp
         self.grouped = grouped and tp.matmul_backend is None
         self.weight = tp.parameter(tuple(local), placement, (ranks.ep, ranks.etp))
-        self.weight.num_grads_per_backward = 1  # `WgradParts` joins those of several calls
+        self.weight.num_grads_per_backward = 1  # the terms of several calls count as one, with the last of them
         self.bias = None
         if bias:
             kept = {name: dim for name, dim in shard.items() if dim < len(shape) - 1}
@@ -79,9 +80,9 @@ class GroupedLinear(StackedLinear):
             self.bias = tp.parameter(tuple(local[:-1]), of_bias, (ranks.ep, ranks.etp))
 
     def forward(
-        self, x: Tensor, counts: Sequence[int], wgrad_parts: WgradParts | None = None, *, adds_bias: bool = True
+        self, x: Tensor, counts: Sequence[int], wgrads: EarlierWgrads | None = None, *, adds_bias: bool = True
     ) -> Tensor:
-        y = self.product(x, self.weight, counts, wgrad_parts)
+        y = self.product(x, self.weight, counts, wgrads)
         if self.bias is None:
             return y
         biases = self.bias.flatten(1).unbind()  # [out] each
@@ -89,12 +90,10 @@ class GroupedLinear(StackedLinear):
             biases = [bias * 0 for bias in biases]  # a gradient of zeros: every rank of etp adds one to their sum
         return y + torch.cat([bias.expand(rows, -1) for bias, rows in zip(biases, counts, strict=True)])
 
-    def product(
-        self, x: Tensor, weight: Tensor, counts: Sequence[int], wgrad_parts: WgradParts | None = None
-    ) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, counts: Sequence[int], wgrads: EarlierWgrads | None = None) -> Tensor:
         grouped = self.grouped and can_group(x, weight)
         tp = self.tp
-        return _GroupedProduct.apply(x, weight, tuple(counts), tp.weight_grads, tp.matmul, grouped, wgrad_parts)
+        return _GroupedProduct.apply(x, weight, tuple(counts), tp.weight_grads, tp.matmul, grouped, wgrads)
 
     def count_flops(self, x: LayerInput) -> Flops:
         """x: whose tokens are rows, of whichever experts."""
@@ -129,11 +128,13 @@ class ParallelExperts(nn.Module):
         self.linear_fc2 = linear((experts, h, f), init=config.output_init)
 
     def forward(self, rows: ExpertRows) -> Tensor:
-        counts, wgrad_parts = rows.counts, rows.wgrad_parts
-        hidden = self.linear_fc1(rows.x, counts, wgrad_parts)  # [rows, gate | up]
+        counts = rows.counts
+        hidden = self.linear_fc1(rows.x, counts, rows.wgrads)  # [rows, gate | up]
         activations = self.activation(hidden, None)  # [rows, f / etp]
+        # those of the second weights are not delayed, since the activations would have to wait too
+        wgrads = None if rows.wgrads is None else EarlierWgrads()
         # ranks of etp have terms of one sum, to which the first adds the bias
-        result = self.linear_fc2(activations, counts, wgrad_parts, adds_bias=self.etp.is_first)
+        result = self.linear_fc2(activations, counts, wgrads, adds_bias=self.etp.is_first)
         if self.recomputes_activation and result.requires_grad:
             discard_and_recompute(activations, partial(self.activation, hidden, None), until=result)
         return result
@@ -159,12 +160,12 @@ class _GroupedProduct(torch.autograd.Function):
         store: WeightGradStore,
         matmul: MatmulBackend,
         grouped: bool,
-        wgrad_parts: WgradParts | None = None,
+        wgrads: EarlierWgrads | None = None,
     ) -> Tensor:
         """x: [rows, in], weight: [E, .., in] -> [rows, out]"""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.weight = weight  # the parameter itself, for its `main_grad`: hooks on saved tensors return another object
-        ctx.rest = counts, store, matmul, grouped, wgrad_parts
+        ctx.rest = counts, store, matmul, grouped, wgrads
         if grouped:
             return grouped_mm(x, weight.flatten(1, -2).transpose(1, 2), counts)
         y = x.new_empty((len(x), weight[0].numel() // weight.shape[-1]))  # [rows, out]
@@ -178,7 +179,7 @@ class _GroupedProduct(torch.autograd.Function):
         Saved: x, unless the weight is frozen, and the weight for the gradient of x.
         """
         x, weight = ctx.saved_tensors
-        counts, store, matmul, grouped, wgrad_parts = ctx.rest
+        counts, store, matmul, grouped, wgrads = ctx.rest
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         if needs_dgrad and grouped:
@@ -189,13 +190,14 @@ class _GroupedProduct(torch.autograd.Function):
         if needs_wgrad and main_grad_of(ctx.weight) is None:
             grad_weight = _wgrad(weight, grad, x, counts, matmul)
         elif needs_wgrad:
-            part = _WgradPart(grad, x.detach(), counts)
-            parts = [part] if wgrad_parts is None else wgrad_parts.add(ctx.weight, part)
-            if parts and store.is_collecting:
-                store.put(partial(_accumulate, ctx.weight, parts, matmul))
-                grad_was_deferred(ctx.weight)
-            elif parts:
-                _accumulate(ctx.weight, parts, matmul)
+            is_last = wgrads is None
+            work = partial(_accumulate, ctx.weight, grad, x.detach(), counts, matmul, is_last=is_last)
+            if not is_last:
+                wgrads.put(id(ctx), partial(_run_or_defer, store, work))
+            else:
+                _run_or_defer(store, work)
+                if store.is_collecting:
+                    grad_was_deferred(ctx.weight)
         return grad_x, grad_weight, None, None, None, None, None
 
 
@@ -288,14 +290,6 @@ def _matrices(weight: Tensor) -> tuple[Tensor, ...]:
     return weight.flatten(1, -2).unbind()
 
 
-class _WgradPart(NamedTuple):
-    """Of one call: grad [rows, out], x [rows, in], counts: the rows of each expert."""
-
-    grad: Tensor
-    x: Tensor
-    counts: tuple[int, ...]
-
-
 @torch.no_grad()
 def _wgrad(weight: Tensor, grad: Tensor, x: Tensor, counts: tuple[int, ...], matmul: MatmulBackend) -> Tensor:
     """Return each expert's gradient grad^T x, of the weight's shape; that of an expert without rows is zeros."""
@@ -303,27 +297,34 @@ def _wgrad(weight: Tensor, grad: Tensor, x: Tensor, counts: tuple[int, ...], mat
     return torch.stack(parts).view(weight.shape)
 
 
-@torch.no_grad()
-def _accumulate(weight: Tensor, parts: Sequence[_WgradPart], matmul: MatmulBackend) -> None:
-    """Add each expert's gradient, the sum of grad^T x of all parts, to `weight.main_grad`.
+def _run_or_defer(store: WeightGradStore, work: Callable[[], None]) -> None:
+    """Compute a weight gradient now, or leave it to the bubble that the schedule collects such work for."""
+    if store.is_collecting:
+        store.put(work)
+    else:
+        work()
 
-    An expert without rows has a gradient too, of zeros.
+
+@torch.no_grad()
+def _accumulate(
+    weight: Tensor, grad: Tensor, x: Tensor, counts: tuple[int, ...], matmul: MatmulBackend, *, is_last: bool
+) -> None:
+    """Add each expert's gradient grad^T x to `weight.main_grad`; that of an expert without rows is zeros.
+
+    grad: [rows, out], x: [rows, in], counts: the rows of each expert. is_last: it completes the gradient of this backward.
     """
     main_grad, beta = main_grad_and_beta(weight)
     totals = main_grad.view(len(weight), -1, weight.shape[-1]).unbind()
-    factors = (zip(part.grad.split_with_sizes(part.counts), part.x.split_with_sizes(part.counts)) for part in parts)
-    products = []  # (total, grad, x, beta)
-    for total, of_expert in zip(totals, zip(*factors), strict=True):
-        added = beta
-        for grad, x in of_expert:
-            if len(x):
-                products.append((total, grad, x, added))
-                added = 1
-        if not added:
-            total.zero_()
-    for total, grad, x, added in blocks_to_compute(products, lambda product: len(product[2])):
-        matmul.accumulate_wgrad(total, grad, x, added, None)
-    grad_was_added(weight)
+    blocks = list(zip(totals, grad.split_with_sizes(counts), x.split_with_sizes(counts), counts, strict=True))
+    if not beta:
+        for total, _, _, rows in blocks:
+            if not rows:
+                total.zero_()
+    for total, part, inputs, rows in blocks_to_compute(blocks, lambda block: block[3]):
+        if rows:
+            matmul.accumulate_wgrad(total, part, inputs, beta, None)
+    if is_last:
+        grad_was_added(weight)
 
 
 __getattr__ = names_of_megatron(__name__)

@@ -212,19 +212,28 @@ def kept_tokens(ids: Tensor, weights: Tensor, num_experts: int, capacity: int, p
 # ---------------------------------------------------------------- permutations
 
 
-def order_by_expert(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (order, place, counts) of rows sorted by expert, and of one expert by token.
+def order_by_expert(ids: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return (order, counts) of rows sorted by expert, and of one expert by token.
 
     ids: [T, K]; kept: bool [T, K], None: all. order: int64 [T K], the choice (token x K + place among its K) of each row,
-    dropped ones last. place: int64 [T, K], the row of each choice. counts: int64 [E], rows of each expert.
+    dropped ones last. counts: int64 [E], rows of each expert.
     """
     flat = ids.flatten()
     if kept is not None:
         flat = torch.where(kept.flatten(), flat, num_experts)
     order = flat.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     counts = flat.new_zeros(num_experts + 1).index_add_(0, flat, torch.ones_like(flat))[:num_experts]
-    return order, place.view(ids.shape), counts
+    return order, counts
+
+
+def place_of_choices(order: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return place int64 [T, K], the row of each choice; the number of rows for one that is dropped.
+
+    order: int64 [rows], the choice of each row. shape: (T, K).
+    """
+    rows = order.shape[0]
+    place = order.new_full((shape[0] * shape[1],), rows)
+    return place.scatter_(0, order, torch.arange(rows, device=order.device)).view(shape)
 
 
 __getattr__ = names_of_megatron(__name__)

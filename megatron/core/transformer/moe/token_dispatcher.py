@@ -9,9 +9,7 @@ and their results are added. Weights stay where the token is. Every rank of ep_e
 without rows.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,36 +21,57 @@ from megatron.core.ops.decisions_overridable_for_memory_prediction import row_co
 from megatron.core.parallel import collectives
 from megatron.core.tensor_parallel import autograd_collectives
 from megatron.core.transformer.layer_parallel_context import ExpertParallel
-from megatron.core.transformer.moe.moe_utils import order_by_expert
+from megatron.core.transformer.moe.moe_utils import order_by_expert, place_of_choices
 
 
-class WgradParts:
-    """What the weight gradients of several calls of the experts are computed from, until the backward has seen all calls.
+class EarlierWgrads:
+    """Takes the weight gradients of a call of the experts which another call completes, later in the backward."""
 
-    Each gradient is then computed at once: the products of one expert follow each other, while its gradient is in the cache.
-    And no rank waits for rows because another computes weight gradients first.
-    """
+    def put(self, call: Hashable, work: Callable[[], None]) -> None:
+        """Take the `work` of one product, here to compute it at once."""
+        work()
 
-    def __init__(self, calls: int):
-        self.calls = calls
-        self._parts: defaultdict[Hashable, list[Any]] = defaultdict(list)
 
-    def add(self, weight: Tensor, part: Any) -> list[Any]:
-        """Keep what one call has for the gradient of `weight`, of any shape. Return all, in order, with the last; else []."""
-        parts = self._parts[weight]
-        parts.append(part)
-        return self._parts.pop(weight) if len(parts) == self.calls else []
+class DelayedWgrads(EarlierWgrads):
+    """Delays them, for the ranks that wait for the gradients of rows come first."""
+
+    def __init__(self) -> None:
+        self._work: dict[Hashable, Callable[[], None]] = {}
+
+    def put(self, call: Hashable, work: Callable[[], None]) -> None:
+        """Delay `work`. A second backward through the same graph replaces that of the first."""
+        self._work[call] = work
+
+    def before_backward_of(self, result: Tensor) -> Tensor:
+        """Return `result`, of any shape, before whose backward what was put here until then is computed."""
+        return _ComputeDelayed.apply(result, self)
+
+    def compute(self) -> None:
+        while self._work:
+            self._work.pop(next(iter(self._work)))()
+
+
+class _ComputeDelayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, delayed: DelayedWgrads) -> Tensor:
+        ctx.delayed = delayed
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.delayed.compute()
+        return grad, None
 
 
 class ExpertRows(NamedTuple):
     """Rows that this rank's experts compute: x [rows, h], by expert; counts: the rows of each.
 
-    wgrad_parts: of the calls that take parts of the rows; None: this call takes all.
+    wgrads: takes the weight gradients of this call, if another call completes them. None: this one does.
     """
 
     x: Tensor
     counts: tuple[int, ...]
-    wgrad_parts: WgradParts | None = None
+    wgrads: EarlierWgrads | None = None
 
 
 Experts = Callable[[ExpertRows], Tensor]  # -> results [rows, h]
@@ -76,6 +95,19 @@ class TokenDispatcher:
     def finish(self, experts: Experts) -> Tensor:
         raise NotImplementedError
 
+    def sum_of_results(self, *results: Tensor, rounded: bool = True) -> Tensor:
+        """Return [T, h], the sum of each token's results times weights.
+
+        results: [.., h], parts in the order of `take_rows`. rounded: to their dtype; else in that of the weights, if it is wider.
+        """
+        return RowsToTokens.apply(self.weights, self.order, self.place, rounded, *results)
+
+    def take_rows(self, tokens: Tensor, order: Tensor, topk: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the row of each choice in `order` [rows], in parts of `sizes` rows, [.., h] each. tokens: [T, h]"""
+        self.order = order
+        self.place = place_of_choices(order, (len(tokens), topk))
+        return TokensToRows.apply(tokens, self.order, self.place, sizes)
+
 
 class AllToAllDispatcher(TokenDispatcher):
     """Send each row to the ranks of its expert. For the methods see `TokenDispatcher`.
@@ -86,22 +118,23 @@ class AllToAllDispatcher(TokenDispatcher):
         send rows ............ wait         send results ............. wait
                   own, first half   others'              own, second half
 
-    The weight gradients of all come last in the backward, while the gradients of others' rows go back.
+    In the backward the first weights' gradients of the others' rows wait until the gradients of these rows are on their way.
     """
 
     @property
-    def half(self) -> int:
+    def first_half(self) -> int:
         """The number of experts in the first half; a second half without any is left out."""
         return (self.local + 1) // 2
 
     def start(self, tokens: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None) -> None:
         ep, etp, ep_etp = self.ranks.ep, self.ranks.etp, self.ranks.ep_etp
-        order, self.place, counts = order_by_expert(ids, kept, self.num_experts)
+        topk = ids.shape[1]
+        order, counts = order_by_expert(ids, kept, self.num_experts)
         self.weights = weights
         if ep_etp.size == 1:
             self.own_counts = row_counts(counts, ids.numel())
-            self.order = order[: sum(self.own_counts)]
-            _, self.own = TokensToRows.apply(tokens, self.order, self.place, (0, len(self.order)))
+            rows = sum(self.own_counts)
+            self.own_parts = self.take_rows(tokens, order[:rows], topk, [rows])
             return
 
         # how many rows go where; each goes to all ranks that have a part of its expert
@@ -110,16 +143,18 @@ class AllToAllDispatcher(TokenDispatcher):
         sent_counts = row_counts(counts, ids.numel())  # [ep][local]
         self.own_counts = sent_counts[ep.rank]
         self.rows_to_ep = [sum(of_rank) for of_rank in sent_counts]  # [ep]
-        self.start_of_own = sum(self.rows_to_ep[: ep.rank])
-        bounds = [self.start_of_own, self.start_of_own + self.rows_to_ep[ep.rank]]
-        if self.half < self.local:
-            bounds.insert(1, self.start_of_own + sum(self.own_counts[: self.half]))
-        self.order = order[: sum(self.rows_to_ep)]
-        others, *self.own_parts = TokensToRows.apply(tokens, self.order, self.place, bounds)
-        self.received_counts = row_counts(arriving.wait(), ids.numel() * etp.size)  # [ranks][local]
-        self.received_counts[ep_etp.rank] = [0] * self.local  # own rows do not travel
+
+        # the others' rows, then own ones of the first half of the experts, then of the second
+        start = sum(self.rows_to_ep[: ep.rank])
+        own, rows = sum(self.own_counts), sum(self.rows_to_ep)
+        order = torch.cat((order[:start], order[start + own : rows], order[start : start + own]))
+        first = sum(self.own_counts[: self.first_half])
+        sizes = [rows - own, first, own - first] if self.first_half < self.local else [rows - own, own]
+        others, *self.own_parts = self.take_rows(tokens, order, topk, sizes)
 
         # the rows: `input_splits` and `output_splits` of torch's all_to_all_single
+        self.received_counts = row_counts(arriving.wait(), ids.numel() * etp.size)  # [ranks][local]
+        self.received_counts[ep_etp.rank] = [0] * self.local  # own rows do not travel
         self.output_splits = [sum(of_rank) for of_rank in self.received_counts]
         self.input_splits = [rows for rows in self.rows_to_ep for _ in range(etp.size)]
         self.input_splits[ep_etp.rank] = 0
@@ -139,38 +174,39 @@ class AllToAllDispatcher(TokenDispatcher):
         return torch.cat([rows for rows, n in zip(rows_of_ep, copies) for _ in range(n)])
 
     def finish(self, experts: Experts) -> Tensor:
-        etp, ep_etp = self.ranks.etp, self.ranks.ep_etp
+        ep, etp, ep_etp = self.ranks.ep, self.ranks.etp, self.ranks.ep_etp
         if ep_etp.size == 1:
-            results = experts(ExpertRows(self.own, tuple(self.own_counts)))
-            return RowsToTokens.apply(self.weights, self.order, self.place, 0, None, results)
+            results = experts(ExpertRows(self.own_parts[0], tuple(self.own_counts)))
+            return self.sum_of_results(results)
 
         # own rows of the first half of the experts, while the others' rows come
-        half = self.half
+        half = self.first_half
         no_rows = [0] * self.local
+        delayed = DelayedWgrads()
         # the number of calls is equal on every rank, whichever rows there are: modules that gather weights need that
-        wgrad_parts = WgradParts(calls=1 + len(self.own_parts))
-        first_counts = (*self.own_counts[:half], *no_rows[half:])
-        own_results = [experts(ExpertRows(self.own_parts[0], first_counts, wgrad_parts))]
+        first = experts(ExpertRows(self.own_parts[0], (*self.own_counts[:half], *no_rows[half:])))
+        own_results = [delayed.before_backward_of(first)]
 
         # the others' rows come by (rank, expert); experts take them by (expert, rank)
         by_expert = list(zip(*self.received_counts))  # [local][ranks]
         rows = transpose_chunks(self.sending.wait(), self.received_counts)
-        results = experts(ExpertRows(rows, tuple(map(sum, by_expert)), wgrad_parts))
+        results = experts(ExpertRows(rows, tuple(map(sum, by_expert)), delayed))
         results = transpose_chunks(results, by_expert)
         returning = autograd_collectives.StartedAllToAll(results, ep_etp, self.output_splits, self.input_splits)
 
         # own rows of the second half, while the others' results go back
         if half < self.local:
             second_counts = (*no_rows[:half], *self.own_counts[half:])
-            own_results.append(experts(ExpertRows(self.own_parts[1], second_counts, wgrad_parts)))
+            own_results.append(experts(ExpertRows(self.own_parts[1], second_counts, EarlierWgrads())))
         returned = returning.wait()
         if etp.size == 1:
-            return RowsToTokens.apply(self.weights, self.order, self.place, self.start_of_own, returned, *own_results)
+            return self.sum_of_results(returned, *own_results)
         terms = list(returned.split(self.input_splits))  # of each rank: ranks of etp have terms of one sum
         terms[ep_etp.rank] = torch.cat(own_results)
         firsts = range(0, ep_etp.size, etp.size)
         sums = [sum(terms[i + 1 : i + etp.size], terms[i]) for i in firsts]
-        return RowsToTokens.apply(self.weights, self.order, self.place, 0, None, *sums)
+        own = sums.pop(ep.rank)
+        return self.sum_of_results(*sums, own)
 
 
 def transpose_chunks(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
@@ -199,15 +235,16 @@ class AllGatherDispatcher(TokenDispatcher):
             ids = torch.where(kept, ids, -1)
         ids = collectives.all_gather(ids, ep_etp) - self.ranks.ep.rank * self.local  # 0 is this rank's first expert
         is_here = (ids >= 0) & (ids < self.local)
-        order, self.place, counts = order_by_expert(ids, is_here, self.local)
+        order, counts = order_by_expert(ids, is_here, self.local)
         self.counts = row_counts(counts, ids.numel() // self.ranks.ep.size)
-        self.order = order[: sum(self.counts)]
-        _, self.rows = TokensToRows.apply(tokens, self.order, self.place, (0, len(self.order)))
+        rows = sum(self.counts)
+        (self.rows,) = self.take_rows(tokens, order[:rows], ids.shape[1], [rows])
 
     def finish(self, experts: Experts) -> Tensor:
         results = experts(ExpertRows(self.rows, tuple(self.counts)))
-        terms = RowsToTokens.apply(self.weights, self.order, self.place, 0, None, results)  # [ranks T, h]
-        return autograd_collectives.reduce_scatter_sequence(terms, self.ranks.ep_etp)
+        terms = self.sum_of_results(results, rounded=False)  # [ranks T, h]
+        # rounded once, as the sum of one rank is
+        return autograd_collectives.reduce_scatter_sequence(terms, self.ranks.ep_etp).to(results.dtype)
 
 
 # alltoall_seq: Megatron's older all-to-all, which gathers over the tensor-parallel ranks at another point
@@ -215,81 +252,71 @@ DISPATCHERS = {"alltoall": AllToAllDispatcher, "alltoall_seq": AllToAllDispatche
 
 
 class TokensToRows(torch.autograd.Function):
-    """tokens [T, h] -> the row of each choice that is kept, by expert: those of other ranks, and parts of own ones, [.., h]."""
+    """tokens [T, h] -> the row of each choice that is kept, in the order of the dispatch: parts [.., h]."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, bounds: Sequence[int]) -> tuple[Tensor, ...]:
-        """order: int64 [rows], the choice of each row; place: int64 [T, K], the row of each choice, >= rows if dropped.
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """order: int64 [rows], the choice of each row; place: int64 [T, K], the row of each choice, `rows` if dropped.
 
-        bounds: of the parts of this rank's own rows, which follow each other: the first's start, ..., the last's end.
+        sizes: the rows of each part.
         """
         ctx.save_for_backward(place)
-        ctx.start = bounds[0]
         token = order // place.shape[1]
-        others = torch.cat((token[: bounds[0]], token[bounds[-1] :]))
-        own = [tokens.index_select(0, token[start:stop]) for start, stop in pairwise(bounds)]
-        return tokens.index_select(0, others), *own
+        return tuple(tokens.index_select(0, of_part) for of_part in token.split_with_sizes(sizes))
 
     @staticmethod
-    def backward(ctx: Any, others: Tensor, *own: Tensor) -> tuple[Tensor | None, ...]:
-        """others, own: gradients as in the forward -> [T, h], the sum over the choices of a token in their order.
-
-        Saved: place.
-        """
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """grads: those of the parts -> [T, h], the sum over the choices of a token in their order. Saved: place."""
         (place,) = ctx.saved_tensors
-        grad, place = _with_zeros(_in_order(others, own, ctx.start), place)
-        return functional.embedding_bag(place, grad, mode="sum"), None, None, None
+        return functional.embedding_bag(place, _with_zeros(_joined(grads), place), mode="sum"), None, None, None
 
 
 class RowsToTokens(torch.autograd.Function):
-    """rows [rows, h], weights [T, K] -> [T, h], the sum of each token's rows times weights, in the order of its choices.
+    """rows in parts [.., h], weights [T, K] -> [T, h], the sum of each token's rows times weights, in the order of its choices.
 
-    In the dtype of the weights if it is wider, and rounded once.
+    Computed in the dtype of the weights if it is wider.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, order: Tensor, place: Tensor, start: int, others: Tensor | None, *own: Tensor
-    ) -> Tensor:
-        """order, place: see `TokensToRows`. The rows are parts: own ones [.., h], at `start` among the others [.., h]."""
-        rows = _in_order(others, own, start)
+    def forward(ctx: Any, weights: Tensor, order: Tensor, place: Tensor, rounded: bool, *parts: Tensor) -> Tensor:
+        """order, place: see `TokensToRows`. rounded: to the dtype of the rows."""
+        rows = _joined(parts)
         ctx.save_for_backward(rows, weights, order)
-        ctx.start = start
-        ctx.sizes = [len(part) for part in own]
-        dtype = torch.promote_types(rows.dtype, weights.dtype)
-        values, place = _with_zeros(rows, place)
+        ctx.sizes = [part.shape[0] for part in parts]
+        values = _with_zeros(rows, place)
         if rows.dtype == weights.dtype:
             return functional.embedding_bag(place, values, per_sample_weights=weights, mode="sum")
+        dtype = torch.promote_types(rows.dtype, weights.dtype)
         factors = weights.to(dtype)
         total = values.index_select(0, place[:, 0]).to(dtype) * factors[:, :1]
         for j in range(1, place.shape[1]):
             total.addcmul_(values.index_select(0, place[:, j]).to(dtype), factors[:, j : j + 1])
-        return total.to(rows.dtype)
+        return total.to(rows.dtype) if rounded else total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad: [T, h] -> the gradients of weights and of the rows. Saved: both, and order."""
+        """grad: [T, h] -> the gradients of weights and of the parts. Saved: both, and order.
+
+        The parts have memory of their own, so that each is returned when its experts are done.
+        """
         rows, weights, order = ctx.saved_tensors
         dtype = torch.promote_types(rows.dtype, weights.dtype)
-        of_rows = grad.index_select(0, order // weights.shape[1]).to(dtype)  # [rows, h]
+        token = order // weights.shape[1]  # [rows]
+        factors = weights.flatten()[order].unsqueeze(-1)  # [rows, 1]
+        grad_parts: list[Tensor] = []
+        products: list[Tensor] = []
+        of_parts = zip(*(each.split_with_sizes(ctx.sizes) for each in (token, rows, factors)))
+        for of_part, part, factor in of_parts:
+            of_rows = grad.index_select(0, of_part).to(dtype)
+            if ctx.needs_input_grad[0]:
+                products.append((of_rows * part).sum(-1))
+            grad_parts.append(of_rows.mul_(factor).to(part.dtype))
         grad_weights = None
         if ctx.needs_input_grad[0]:
-            products = (of_rows * rows).sum(-1)  # [rows]
-            grad_weights = products.new_zeros(weights.numel()).index_copy_(0, order, products).view(weights.shape)
-            grad_weights = grad_weights.to(weights.dtype)
-        grad_rows = of_rows.mul_(weights.flatten()[order].unsqueeze(-1)).to(rows.dtype)
-        stop = ctx.start + sum(ctx.sizes)
-        others = None
-        if ctx.needs_input_grad[4]:
-            others = _joined((grad_rows[: ctx.start], grad_rows[stop:]))
-        return grad_weights, None, None, None, others, *grad_rows[ctx.start : stop].split(ctx.sizes)
-
-
-def _in_order(others: Tensor | None, own: Sequence[Tensor], start: int) -> Tensor:
-    """Return the parts of own rows [.., h] behind the first `start` rows of the others [.., h]."""
-    if others is None:
-        return _joined(own)
-    return _joined((others[:start], *own, others[start:]))
+            of_weights = torch.cat(products)  # [rows]
+            grad_weights = of_weights.new_zeros(weights.numel()).index_copy_(0, order, of_weights)
+            grad_weights = grad_weights.view(weights.shape).to(weights.dtype)
+        return grad_weights, None, None, None, *grad_parts
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -298,11 +325,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(with_rows) if len(with_rows) > 1 else (with_rows or parts)[0]
 
 
-def _with_zeros(rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows with one of zeros behind them, and places that lead there where a choice was dropped."""
-    if rows.shape[0] == place.numel():
-        return rows, place
-    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:]))), place.clamp(max=rows.shape[0])
+def _with_zeros(rows: Tensor, place: Tensor) -> Tensor:
+    """Return rows with one of zeros behind them if a choice was dropped, whose place it is."""
+    return rows if rows.shape[0] == place.numel() else torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
 
 
 __getattr__ = names_of_megatron(__name__)
