@@ -140,7 +140,7 @@ COMMAND_ONE_IN = {
     "unit/storage/test_s3.py::test_a_run_whose_store_ends_goes_on_to_the_same_bits": 2,
     "unit/tools/test_reader_ends.py::test_a_reader_that_ends_first_ends_a_tool_without_a_word": 3,
     "unit/tools/test_yaml_recipes.py::test_every_recipe_trains_by_its_script_in_the_size_of_the_readme": 6,
-    "unit/tools/test_yaml_recipes.py::test_memory_is_predicted_of_every_recipe": 24,
+    "unit/tools/test_yaml_recipes.py::test_the_memory_of_a_recipe_is_predicted_with_the_parameters_that_its_comment_says": 3,
     "unit/tools/test_yaml_recipes.py::test_the_walkthrough_shows_the_model_of_every_recipe": 5,
     "unit/training/test_memory.py::test_activations_of_a_layer_are_the_published_ones": 2,
     "unit/training/test_memory_by_layer.py::test_the_rows_add_up_to_the_prediction": 3,

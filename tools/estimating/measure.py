@@ -24,6 +24,7 @@ class Measured(NamedTuple):
     ever: int  # peak since the model was begun to be built
     in_file: int  # state and activations that are offloaded to a file
     predicted: RankMemory
+    experts_are_unbalanced: bool = False  # the rows of this rank's experts are other ones than the prediction assumes
 
 
 def _batches_of(runtime: Runtime) -> Iterator[dict[str, Tensor]]:
@@ -70,7 +71,9 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
     peak_of_kind = {kind: tracker.peak[kind] for kind in KINDS}
     total = tracker.peak["total"]
     predicted = predicted_of(profile, mesh["pp"].rank)
-    return Measured(peak_of_kind, total, max(peak_of_building, total), in_file, predicted)
+    transformer = job.runtime.config.transformer
+    unbalanced = bool(transformer.num_experts) and not transformer.moe_router_force_load_balancing
+    return Measured(peak_of_kind, total, max(peak_of_building, total), in_file, predicted, unbalanced)
 
 
 def measured_report(measured: Measured) -> list[str]:
@@ -82,4 +85,10 @@ def measured_report(measured: Measured) -> list[str]:
     rows.append(["since building began", amount(measured.ever), ""])
     if measured.in_file:
         rows.append(["in a file", amount(measured.in_file), amount(measured.predicted.tiers.get("file", 0))])
-    return [f"stage {measured.predicted.rank}", *table(rows)]
+    lines = [f"stage {measured.predicted.rank}", *table(rows)]
+    if measured.experts_are_unbalanced:
+        lines += [
+            "The prediction assumes balanced experts. Here an untrained router chooses them, and the tokens of other ranks,",
+            "which are silent, are all equal; compare with --moe-router-force-load-balancing.",
+        ]
+    return lines

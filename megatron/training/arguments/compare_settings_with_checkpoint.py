@@ -191,11 +191,12 @@ def compare(
     if has_experts[0] != has_experts[1]:
         ignored.update(OF_EXPERTS)
         ignored.remove("num_experts")
-        if None in (
-            run_parts["transformer"].get("ffn_hidden_size"),
-            checkpoint_parts["transformer"].get("ffn_hidden_size"),
-        ):
-            ignored.add("ffn_hidden_size")
+    # where one of them has no dense layer, its experts or --moe-layer-freq say so
+    is_without_dense = [
+        parts.get("transformer", {}).get("ffn_hidden_size") is None for parts in (run_parts, checkpoint_parts)
+    ]
+    if is_without_dense[0] != is_without_dense[1]:
+        ignored.add("ffn_hidden_size")
 
     for part in dict.fromkeys([*run_parts, *checkpoint_parts]):
         if part in NOT_COMPARED_PARTS:

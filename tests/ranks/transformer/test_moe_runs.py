@@ -44,7 +44,7 @@ from megatron.training.memory.forecast_memory_along_schedule import KINDS
 from megatron.training.model_flops_of_unbuilt_layouts import ModelShape
 from megatron.training.monitor.expert_loads import STEPS, ExpertLoad, IdleExperts, load_curves
 from megatron.training.step import NotFiniteError
-from tools.estimating.measure import measure
+from tools.estimating.measure import measure, measured_report
 
 FLAGS = (
     " --fp64 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --global-batch-size 4 --num-experts 8 --moe-ffn-hidden-size 8 "
@@ -165,6 +165,13 @@ def test_a_dense_checkpoint_names_the_tool_that_makes_experts_of_it(how: str, tm
     assert tells(
         told, f"num_experts: tools/checkpoint_convert.py --load {tmp_path} --num-experts 4 --moe-use-upcycling"
     )
+
+
+def test_other_layers_of_experts_are_refused_by_the_flag_that_was_given(tmp_path: Path, refused):
+    """And not by --ffn-hidden-size too, which only the dense layers of one of both have."""
+    run_script({}, f" --train-iters 1 --save {tmp_path}", FLAGS)
+    told = refused(f"{FLAGS} --load {tmp_path} --train-iters 2 --moe-layer-freq 2")
+    assert tells(told, "moe_layer_freq: [1,1] [1,0]") and "ffn_hidden_size: " not in told
 
 
 @pytest.mark.parametrize("how", ["--load", "--pretrained-checkpoint"])
@@ -502,6 +509,14 @@ MEMORY = [
         marks=pytest.mark.sweep,
     ),
 ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_measurement_says_that_its_experts_are_not_those_of_the_prediction(forced: bool):
+    flags = f"{SMALL} --num-experts 8 --world-size 2 --expert-model-parallel-size 2"
+    lines = measured_report(measure([*flags.split(), *["--moe-router-force-load-balancing"] * forced]))
+    assert any("--moe-router-force-load-balancing" in line for line in lines) == (not forced)
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ from tools.estimating import estimate
 from tools.estimating.job import read
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXPERTS_PAGE = EXAMPLES.parent / "docs" / "experts.md"
 RECIPES = [*sorted((EXAMPLES / "recipes").glob("*.yaml")), EXAMPLES / "shakespeare_char.yaml"]
 OWN_WEIGHTS = [path for path in RECIPES if path.stem != "longer-context"]  # which goes on from a folder
 SCRIPTS = {"bert": pretrain_bert, "t5": pretrain_t5}
@@ -69,16 +70,6 @@ def rows_beyond(path: Path, counted: int) -> float:
     return (counted - parameters_of(path)) / settings.transformer.hidden_size
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", OWN_WEIGHTS, ids=lambda path: path.stem)
-def test_memory_is_predicted_of_every_recipe(path: Path, capsys):
-    assert estimate.run(flags_of(path)) == 0
-    counted, ranks = re.findall(r"^([\d,]+) parameters; (\d+) rank", capsys.readouterr().out)[0]
-    assert int(ranks) == read(flags_of(path)).job.runtime.config.parallel.ranks_per_sample
-    # A NullTokenizer has one token more than words; the rows are then rounded up to the tensor-parallel ranks.
-    assert 0 <= rows_beyond(path, int(counted.replace(",", ""))) <= 2 * int(ranks) + 1
-
-
 COUNTED = [path for path in OWN_WEIGHTS if path.parent.name == "recipes"]
 COSTLY = [
     path for path in COUNTED if "tokenizer-type:" not in path.read_text()
@@ -88,7 +79,7 @@ COSTLY = [
 @pytest.mark.parametrize(
     "path", [pytest.param(p, marks=[pytest.mark.full] * (p in COSTLY)) for p in COUNTED], ids=lambda path: path.stem
 )
-def test_a_comment_says_the_parameters_that_the_recipe_has(path: Path, capsys):
+def test_the_memory_of_a_recipe_is_predicted_with_the_parameters_that_its_comment_says(path: Path, capsys):
     """Exactly: with the recipe's own tokenizer, or else with one that has as many tokens as the published vocabulary."""
     text = path.read_text()
     flags = flags_of(path)
@@ -96,8 +87,16 @@ def test_a_comment_says_the_parameters_that_the_recipe_has(path: Path, capsys):
         (words,) = re.findall(r"^ *vocab-size: (\d+)$", text, re.MULTILINE)
         flags += ["--vocab-size", str(int(words) - 1)]  # a NullTokenizer has one token more than words
     assert estimate.run(flags) == 0
-    counted = int(capsys.readouterr().out.partition(" parameters; ")[0].replace(",", ""))
+    report = capsys.readouterr().out
+    parameters, ranks = re.findall(r"^([\d,]+) parameters; (\d+) rank", report)[0]
+    counted = int(parameters.replace(",", ""))
     assert counted == parameters_of(path)
+    assert int(ranks) == read(flags).job.runtime.config.parallel.ranks_per_sample
+
+    # the page of experts: "| `NAME.yaml`, TOKENS | LAYOUT | MEMORY (RANKS) | .."
+    of_page = re.findall(rf"^\| `{path.name}`.*?\| ([\d.]+) GiB \({ranks}\)", EXPERTS_PAGE.read_text(), re.MULTILINE)
+    (memory,) = re.findall(r"^worst rank: .* = ([\d.]+) GiB", report, re.MULTILINE)
+    assert of_page in ([], [f"{float(memory):.1f}"])
 
     # "of which a token visits": without the experts that it is not sent to
     transformer = read(flags).job.runtime.config.transformer
@@ -108,6 +107,16 @@ def test_a_comment_says_the_parameters_that_the_recipe_has(path: Path, capsys):
         others = transformer.num_experts - transformer.moe_router_topk
         assert number == counted - transformer.num_layers * others * expert
     assert bool(visited) == (transformer.num_experts is not None and "tiny" not in path.stem)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", [p for p in OWN_WEIGHTS if p not in COUNTED], ids=lambda path: path.stem)
+def test_memory_is_predicted_of_the_other_files(path: Path, capsys):
+    assert estimate.run(flags_of(path)) == 0
+    counted, ranks = re.findall(r"^([\d,]+) parameters; (\d+) rank", capsys.readouterr().out)[0]
+    assert int(ranks) == read(flags_of(path)).job.runtime.config.parallel.ranks_per_sample
+    # A NullTokenizer has one token more than words; the rows are then rounded up to the tensor-parallel ranks.
+    assert 0 <= rows_beyond(path, int(counted.replace(",", ""))) <= 2 * int(ranks) + 1
 
 
 def test_a_comment_in_millions_is_rounded_from_the_parameters():
