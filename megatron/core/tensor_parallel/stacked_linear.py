@@ -16,9 +16,9 @@ class StackedLinear(nn.Module):
     weight: [E, .., in] of this rank, whose dimensions between make up the output, such as [E, 2, f, h] of gate and up; its
     placement has at most one axis for a dimension. axes: those that shard it, by name.
 
-    forward(x [rows, in], counts: the rows of each expert here, wgrads) -> [rows, out]. wgrads: takes the weight gradients of
-    this call, if another call completes them, see `ExpertRows`; for every `product` of the call. A call has one product of a
-    parameter at most.
+    forward(x [rows, in], counts: the rows of each expert here, wgrads) -> [rows, out]. wgrads: takes the weight gradients if
+    this is not the last of several calls in the backward, see `ExpertRows`. It is handed to every `product` of the call, and
+    no parameter has two of them: `num_grads_per_backward` counts the last call alone.
     """
 
     weight: nn.Parameter

@@ -131,7 +131,7 @@ class ParallelExperts(nn.Module):
         counts = rows.counts
         hidden = self.linear_fc1(rows.x, counts, rows.wgrads)  # [rows, gate | up]
         activations = self.activation(hidden, None)  # [rows, f / etp]
-        # those of the second weights are not delayed, since the activations would have to wait too
+        # the weight gradients of fc2 are never delayed: the activations would be kept for them
         wgrads = None if rows.wgrads is None else EarlierWgrads()
         # ranks of etp have terms of one sum, to which the first adds the bias
         result = self.linear_fc2(activations, counts, wgrads, adds_bias=self.etp.is_first)

@@ -25,7 +25,10 @@ from megatron.core.transformer.moe.moe_utils import order_by_expert, place_of_ch
 
 
 class EarlierWgrads:
-    """Takes the weight gradients of a call of the experts which another call completes, later in the backward."""
+    """Takes the weight gradients of a call of the experts that is not the last of several in the backward.
+
+    They are terms of sums, which the last call completes.
+    """
 
     def put(self, call: Hashable, work: Callable[[], None]) -> None:
         """Take the `work` of one product, here to compute it at once."""
@@ -33,7 +36,7 @@ class EarlierWgrads:
 
 
 class DelayedWgrads(EarlierWgrads):
-    """Delays them, for the ranks that wait for the gradients of rows come first."""
+    """Delays them until the backward of another result, so that gradients that other ranks wait for are sent first."""
 
     def __init__(self) -> None:
         self._work: dict[Hashable, Callable[[], None]] = {}
@@ -43,7 +46,7 @@ class DelayedWgrads(EarlierWgrads):
         self._work[call] = work
 
     def before_backward_of(self, result: Tensor) -> Tensor:
-        """Return `result`, of any shape, before whose backward what was put here until then is computed."""
+        """Return `result`, of any shape. In the backward, what was put here comes right before that of `result`."""
         return _ComputeDelayed.apply(result, self)
 
     def compute(self) -> None:
@@ -66,7 +69,7 @@ class _ComputeDelayed(torch.autograd.Function):
 class ExpertRows(NamedTuple):
     """Rows that this rank's experts compute: x [rows, h], by expert; counts: the rows of each.
 
-    wgrads: takes the weight gradients of this call, if another call completes them. None: this one does.
+    wgrads: takes the weight gradients of this call, if it is not the last of several in the backward. None: it is.
     """
 
     x: Tensor
@@ -118,7 +121,7 @@ class AllToAllDispatcher(TokenDispatcher):
         send rows ............ wait         send results ............. wait
                   own, first half   others'              own, second half
 
-    In the backward the first weights' gradients of the others' rows wait until the gradients of these rows are on their way.
+    In the backward, the gradients of others' rows are sent before linear_fc1's weight gradients are computed from them.
     """
 
     @property
