@@ -72,7 +72,8 @@ def measure(words: Sequence[str], steps: int = 2) -> Measured:
     total = tracker.peak["total"]
     predicted = predicted_of(profile, mesh["pp"].rank)
     transformer = job.runtime.config.transformer
-    unbalanced = bool(transformer.num_experts) and not transformer.moe_router_force_load_balancing
+    rows_travel = bool(transformer.num_experts) and mesh["ep_etp"].size > 1
+    unbalanced = rows_travel and not transformer.moe_router_force_load_balancing
     return Measured(peak_of_kind, total, max(peak_of_building, total), in_file, predicted, unbalanced)
 
 
@@ -88,7 +89,7 @@ def measured_report(measured: Measured) -> list[str]:
     lines = [f"stage {measured.predicted.rank}", *table(rows)]
     if measured.experts_are_unbalanced:
         lines += [
-            "The prediction assumes balanced experts. Here an untrained router chooses them, and the tokens of other ranks,",
-            "which are silent, are all equal; compare with --moe-router-force-load-balancing.",
+            "The prediction assumes balanced experts. Here an untrained router chooses them, and the other ranks, which are silent,",
+            "seem to have the tokens of this one; compare with --moe-router-force-load-balancing.",
         ]
     return lines

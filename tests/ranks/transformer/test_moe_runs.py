@@ -512,11 +512,17 @@ MEMORY = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("forced", [True, False])
-def test_a_measurement_says_that_its_experts_are_not_those_of_the_prediction(forced: bool):
-    flags = f"{SMALL} --num-experts 8 --world-size 2 --expert-model-parallel-size 2"
-    lines = measured_report(measure([*flags.split(), *["--moe-router-force-load-balancing"] * forced]))
-    assert any("--moe-router-force-load-balancing" in line for line in lines) == (not forced)
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--world-size 2 --expert-model-parallel-size 2", True),
+        ("--world-size 2 --expert-model-parallel-size 2 --moe-router-force-load-balancing", False),
+        ("--world-size 1", False),
+    ],
+)
+def test_a_measurement_says_that_its_experts_are_not_those_of_the_prediction(flags: str, says: bool):
+    lines = measured_report(measure(f"{SMALL} --num-experts 8 {flags}".split()))
+    assert any("--moe-router-force-load-balancing" in line for line in lines) == says
 
 
 @pytest.mark.full

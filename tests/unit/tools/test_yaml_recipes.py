@@ -94,9 +94,10 @@ def test_the_memory_of_a_recipe_is_predicted_with_the_parameters_that_its_commen
     assert int(ranks) == read(flags).job.runtime.config.parallel.ranks_per_sample
 
     # the page of experts: "| `NAME.yaml`, TOKENS | LAYOUT | MEMORY (RANKS) | .."
-    of_page = re.findall(rf"^\| `{path.name}`.*?\| ([\d.]+) GiB \({ranks}\)", EXPERTS_PAGE.read_text(), re.MULTILINE)
+    of_page = re.findall(rf"^\| `{path.name}`.*", EXPERTS_PAGE.read_text(), re.MULTILINE)
     (memory,) = re.findall(r"^worst rank: .* = ([\d.]+) GiB", report, re.MULTILINE)
-    assert of_page in ([], [f"{float(memory):.1f}"])
+    assert all(f"| {float(memory):.1f} GiB ({ranks}) |" in row for row in of_page)
+    assert bool(of_page) == (path.stem in ("mixtral-8x7b", "qwen3-30b-a3b"))
 
     # "of which a token visits": without the experts that it is not sent to
     transformer = read(flags).job.runtime.config.transformer
