@@ -89,7 +89,7 @@ def measured_report(measured: Measured) -> list[str]:
     lines = [f"stage {measured.predicted.rank}", *table(rows)]
     if measured.experts_are_unbalanced:
         lines += [
-            "The prediction assumes balanced experts. Here an untrained router chooses them, and the other ranks, which are silent,",
-            "seem to have the tokens of this one; compare with --moe-router-force-load-balancing.",
+            "The prediction assumes balanced experts. Here an untrained router chooses them, and the other ranks, which are",
+            "silent, seem to have the tokens of this one; compare with --moe-router-force-load-balancing.",
         ]
     return lines
