@@ -79,7 +79,7 @@ def pytest_collection_finish() -> None:
     """Thousands of collected tests live to the end: let the garbage collector not walk through them again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)
+    gc.set_threshold(60_000)
 
 
 _frozen_for: Path | None = (

@@ -4,8 +4,9 @@
 #   bash tests/run.sh                     all; those in tests/gpu are skipped without a GPU
 #   bash tests/run.sh --fast              pure functions, a covering set of layouts with ranks as threads, the rules of the code
 #   bash tests/run.sh [--fast] -k name    further arguments go to pytest
-# Left out for time: cases of the products of layouts, which .venv/bin/python -m pytest -m sweep tests/unit tests/ranks runs (some seven minutes),
-# and layouts over processes, which -m full tests/processes runs.
+# Left out for time, as tests/fast_set.py lists: most cases of what has many, which
+#   .venv/bin/python -m pytest -n auto -m sweep tests/unit tests/ranks tests/promises tests/test_architecture.py
+# runs, and layouts over processes, which -m full tests/processes runs.
 #
 # From the environment: VENV and PYTHON, see examples/setup_env.sh.
 set -euo pipefail
@@ -31,6 +32,8 @@ cd "$ROOT"
 # Dozens of processes import the same files: one compiles them for all, even where keeping that is switched off.
 unset PYTHONDONTWRITEBYTECODE
 
+CORES=$(getconf _NPROCESSORS_ONLN)
+
 # The installation is no part of the time that is printed.
 SECONDS=0
 OF_PROCESSES=
@@ -47,9 +50,10 @@ tests() {
     "$VENV/bin/python" -m pytest "$@" || [ $? = 5 ]
 }
 
-# In one process per core, each with files of its own at first, so that what a file computes once is computed once.
+# In a process more than there are cores, since each waits a tenth of its time; each with files of its own at first, so that what a file
+# computes once is computed once.
 threads() {
-    tests -n auto --dist worksteal -m "$1" tests/unit tests/ranks tests/promises tests/test_architecture.py "${@:2}"
+    tests -n $((CORES + 1)) --dist worksteal -m "$1" tests/unit tests/ranks tests/promises tests/test_architecture.py "${@:2}"
 }
 
 if [ -n "$FAST" ]; then
@@ -60,7 +64,7 @@ fi
 # What starts processes of its own waits for them a lot, and so runs beside the others: a file at a time, or two where there are more than two cores.
 # Its output comes when both have ended, or are stopped. In a process group of its own it hears of signals as at a terminal: a background command would ignore SIGINT, and so would what it starts.
 LOG=$(mktemp)
-FILES=$(($(getconf _NPROCESSORS_ONLN) > 2 ? 2 : 1))
+FILES=$((CORES > 2 ? 2 : 1))
 set -m
 tests -n "$FILES" --dist loadfile -m "not full" tests/processes tests/gpu "$@" >"$LOG" 2>&1 &
 OF_PROCESSES=$!

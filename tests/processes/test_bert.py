@@ -34,7 +34,8 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_sentences(folder, documents(), words=60, pieces=20)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), pytest.param(FOUR, marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(pp=2), FOUR], ids=str)
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(layout: Layout, sentences, tmp_path: Path):
     """Every printed digit of both losses, and the last checkpoint to the last byte."""
     flags = [*MODEL, *sentences, "--bf16"]

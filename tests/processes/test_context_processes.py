@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from long_samples import KINDS, SHARED, Text, documents
+from long_samples import KINDS, Text, documents
 from process_runs import GPT2, STEPS
 from processes import run
 from token_files import write
@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(write(tmp_path_factory.mktemp("text") / "passages", documents(4 * 1024)), 1024)
 
 
-@pytest.mark.parametrize("sharing", SHARED)
+@pytest.mark.parametrize("sharing", ["cp 4", pytest.param("cp 2 x tp 2", marks=pytest.mark.full)])
 def test_samples_of_1024_tokens_that_four_processes_share_train_to_the_losses_of_one(text: Text, sharing: str):
     """Each of the four layers communicates in another way. The first line of the log has the sizes."""
     got = text.assert_shared(sharing, *KINDS)

@@ -48,11 +48,12 @@ SCRIPTS = {
 }
 
 
-# Like those of the GPT, one of which runs under the older launcher.
+# Over processes, which the tests of training start in the same way.
 COSTLY = (
     "pretrain_bert_distributed.sh",
     "pretrain_bert_distributed_with_mp.sh",
     "pretrain_gpt_distributed.sh",
+    "pretrain_gpt_distributed_with_mp.sh",
     "pretrain_llama.sh",
 )
 
@@ -63,14 +64,8 @@ def test_script_trains(name, tmp_path):
     assert_trained(bash([str(EXAMPLES / name), *QUIET], tmp_path, **variables), tmp_path, said)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "pretrain_gpt_distributed.sh" else pytest.mark.full)
-        for name in SCRIPTS
-        if name not in ("pretrain_gpt.sh", "pretrain_bert.sh")
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in ("pretrain_gpt.sh", "pretrain_bert.sh")])
 def test_script_trains_under_the_older_launcher(name, tmp_path):
     """It hands each process its number as a flag."""
     variables, said = SCRIPTS[name]
@@ -248,6 +243,7 @@ FORK = (
 )
 
 
+@pytest.mark.full
 def test_a_fork_elsewhere_trains_alike_in_one_process_and_over_four(tmp_path, monkeypatch):
     """Its own layer, auxiliary loss, schedule, data and flags, from a copied folder, over this code as it is."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

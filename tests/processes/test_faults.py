@@ -110,6 +110,7 @@ def test_a_rank_that_dies_while_the_job_starts_ends_the_others_who_name_it(layou
     assert "Traceback" not in outcome.everything and outcome.seconds < SOON, outcome
 
 
+@pytest.mark.full
 def test_torchrun_ends_with_the_message_which_names_step_and_checkpoint(tmp_path):
     """Its last block, some forty lines further down, is what a user sees first."""
     flags = [*DIES, "0", "--fails-how", "nan", "--save", str(tmp_path), "--save-interval", "1", *Layout(dp=2).flags]
@@ -122,6 +123,7 @@ def test_torchrun_ends_with_the_message_which_names_step_and_checkpoint(tmp_path
         assert said.count(text) >= 1 and block.count(text) == 1, outcome
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_before_it_joins_ends_the_job_by_its_launcher():
     """The others wait for it to come, and only who started it knows that it will not."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
@@ -145,7 +147,8 @@ def test_data_of_another_tokenizer_stop_every_rank(data):
     assert_stopped(outcome, "the tokenizer's vocabulary has 301")
 
 
-@pytest.mark.parametrize("part", ["rank_00001.bin", pytest.param("manifest.json", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["rank_00001.bin", "manifest.json"])
 def test_damaged_checkpoint_is_refused(part, twenty_steps, tmp_path):
     """One byte is not what was saved."""
     made_by = Layout(pp=2)

@@ -55,7 +55,7 @@ def test_weights_load_into_any_layout(layout, twenty_steps, tmp_path):
 RESUMES = [
     ("llama", Layout(tp=2, pp=2, sp=True), Layout()),
     pytest.param("llama", Layout(tp=2, pp=2, sp=True), Layout(pp=2, dp=2), marks=pytest.mark.full),
-    ("gpt2", Layout(), Layout(tp=2, pp=2, sp=True)),
+    pytest.param("gpt2", Layout(), Layout(tp=2, pp=2, sp=True), marks=pytest.mark.full),
 ]
 
 

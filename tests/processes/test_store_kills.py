@@ -32,9 +32,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.full)], ids=lambda case: case.scenario
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.scenario)
 def test_a_run_that_is_killed_between_requests_goes_on_to_the_same_bits(case: Case):
     with s3_server(attempts=3) as server:
         store = Double(server)

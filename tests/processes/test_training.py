@@ -14,7 +14,7 @@ LAYOUTS = [
     Layout(tp=2, pp=2, dp=2, sp=True),
     Layout(tp=2, pp=2, dp=2, sp=True, v=2),
 ]
-FAST = [("gpt2", i) for i in (2, 4, 5, 7)] + [("llama", 6)]  # the others are marked `full`
+FAST = [("gpt2", i) for i in (2, 5)] + [("llama", 6)]  # the others are marked `full`
 CASES = [
     pytest.param(model, layout, marks=[] if (model, i) in FAST else pytest.mark.full, id=f"{model}-{layout}")
     for model in ("gpt2", "llama")
@@ -41,8 +41,8 @@ def test_losses_equal_one_process(model, layout, twenty_steps):
 
 def test_only_the_last_rank_prints_log_lines(twenty_steps):
     """In the format that scripts parse: `log_lines` matches each from its first blank to its last."""
-    outcome = twenty_steps("gpt2", Layout(tp=2, pp=2, dp=2, sp=True))
-    assert [len(log_lines(text)) for text in outcome.stdout[:-1]] == [0] * 7
+    outcome = twenty_steps("llama", Layout(tp=2, pp=2, sp=True))
+    assert [len(log_lines(text)) for text in outcome.stdout[:-1]] == [0] * 3
     assert [line.where for line in outcome.validation] == [
         "iteration 10",
         "iteration 20 on validation set",
@@ -54,6 +54,6 @@ def test_only_the_last_rank_prints_log_lines(twenty_steps):
 
 def test_ranks_that_do_not_log_print_almost_nothing(twenty_steps):
     """What is said once per run is said by the first rank and the last; at 10,000 ranks a line from each is a flood."""
-    outcome = twenty_steps("gpt2", Layout(tp=2, pp=2, dp=2, sp=True))
-    assert [text for text in outcome.stdout[1:-1]] == [""] * 6
-    assert [text for text in outcome.stderr] == [""] * 8
+    outcome = twenty_steps("llama", Layout(tp=2, pp=2, sp=True))
+    assert [text for text in outcome.stdout[1:-1]] == [""] * 2
+    assert [text for text in outcome.stderr] == [""] * 4

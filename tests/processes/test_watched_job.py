@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from process_runs import GPT2, STEPS
 from processes import Layout, pretrain
 
@@ -13,6 +14,7 @@ WATCHED = shlex.split(
 )
 
 
+@pytest.mark.full
 def test_a_job_is_watched_over_a_restart(tmp_path):
     root, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     mock = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--train-iters", "4"]

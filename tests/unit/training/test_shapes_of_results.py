@@ -109,8 +109,8 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("more", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("more", JOBS.values(), ids=JOBS)
 def test_a_prediction_is_that_in_which_torch_computes_every_shape(more: str, device: str, monkeypatch):
     size = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 16 --vocab-size 60"
     job = read(f"{size} {more} --world-size 4 --device {device}".split()).job
