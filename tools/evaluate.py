@@ -35,7 +35,7 @@ from megatron.core.base.dataclass_flags import (
 )
 from megatron.core.tokenizers.tokenizer_config_and_build import TokenizerConfig
 from tools.errors import answer_help
-from tools.trained_model.flags import LAYOUT_SIZES, TrainedModelConfig
+from tools.trained_model.flags import LAYOUT_SIZES, RefusedFlags, TrainedModelConfig
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ def read_settings(arguments: list[str] | None) -> Settings:
             f"{world_size} process(es), and a replica of --tensor-model-parallel-size {config.tensor_model_parallel_size} x "
             f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size} x --context-parallel-size "
             f"{config.context_parallel_size}{experts} takes {replica_size}; start a multiple of that"
+            f"{config.fewer_processes}"
         )
     if evaluation.output is not None and not (folder := Path(evaluation.output).resolve().parent).is_dir():
         raise ConfigError(
@@ -237,7 +238,9 @@ def longest_text(requested: int | None, saved: Any) -> int:
     """Return the tokens that the model sees at once: --max-length, else its sequence length."""
     longest = requested or saved.data.seq_length or saved.positions
     if saved.transformer.position_embedding_type == "learned_absolute" and longest > saved.positions:
-        raise ConfigError(f"--max-length {longest} is above the {saved.positions} positions that the model has learned")
+        raise RefusedFlags(
+            f"--max-length {longest} is above the {saved.positions} positions that the model has learned"
+        )
     return longest
 
 

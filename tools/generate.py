@@ -140,6 +140,7 @@ def read_settings(arguments: list[str] | None) -> Settings:
         raise ConfigError(
             f"{world_size} process(es) for --tensor-model-parallel-size {config.tensor_model_parallel_size} x "
             f"--pipeline-model-parallel-size {config.pipeline_model_parallel_size}{context}; start {needed_world_size}"
+            f"{config.fewer_processes}"
         )
     return Settings(generation, sampling, model)
 

@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.unsaved_buffers_in_checkpoint import lost_
 from megatron.core.sharding.boxes import whole
 from megatron.training.arguments.config import COMPONENTS
 from megatron.training.global_vars import print_rank_0, set_runtime
-from megatron.training.initialize import initialize_megatron
+from megatron.training.initialize import initialize_megatron, stop_with
 from megatron.training.result_checks.nan_locator import first_nonfinite_tensor
 from megatron.training.result_checks.step_dump import BATCH, exact_numbers
 from megatron.training.rewindable_batches import RewindableBatches
@@ -192,12 +192,14 @@ def replay(root: str, model: str, further_flags: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the tool. Raises SystemExit with the problems of the flags."""
+    """Run the tool. Refused flags end every rank with status 2; the first rank prints the problems."""
     options, further_flags = make_parser().parse_known_args(arguments)
     try:
         replay(options.dump, options.model, further_flags)
     except ConfigError as error:
-        raise SystemExit(str(error)) from None
+        if parallel_state.launched_rank() != 0:
+            sys.exit(2)  # each rank has the same problem
+        stop_with(error)
     finally:
         parallel_state.stop_distributed()
 

@@ -6,7 +6,8 @@ from shlex import split
 
 import pytest
 from process_runs import assert_same_checkpoint, rewound
-from processes import Layout, pretrain
+from processes import ROOT, Layout, pretrain, run
+from said import tells
 
 from megatron.core.dist_checkpointing import load_whole_tensors
 
@@ -54,3 +55,16 @@ def test_a_run_with_experts_resumes_and_its_experts_move_to_other_ranks(tmp_path
         worst = (got[name].double() - value.double()).abs().max()
         tolerance = 0.0 if name in biases else 1e-9 * value.double().abs().max()
         assert worst <= tolerance, f"{name} differs by {worst}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tool", ["generate", "evaluate"])
+def test_expert_ranks_that_do_not_divide_the_experts_are_refused_as_flags(tool: str, tmp_path: Path):
+    train(tmp_path / "saved", tmp_path / "saved", 1, 1, 1, "--exit-interval", "1")
+    (tmp_path / "text.txt").write_text("1 2 3")
+    words = ["--prompt", "1 2"] if tool == "generate" else ["--data", str(tmp_path / "text.txt")]
+    words += ["--load", str(tmp_path / "saved"), "--device", "cpu", "--expert-model-parallel-size", "3"]
+    outcome = run([str(ROOT / "tools" / f"{tool}.py"), *words], 3, timeout=60)
+    assert set(outcome.codes) == {2}, outcome
+    assert outcome.everything.count("\n") == 1, outcome
+    assert tells(outcome.everything, f"{tool}: --num-experts (8) --expert-model-parallel-size (3)"), outcome

@@ -91,14 +91,21 @@ def test_runs_under_torchrun(saved):
 
 
 CODES_AND_SAID = [
-    (2, ["--prompt", "x", "--top-k", "0"], "--top-k is 0"),
-    pytest.param(1, ["--prompt-file", "absent.txt"], "absent.txt", marks=pytest.mark.full),
-    (1, ["--prompt", "x " * 100], "has 101 tokens, above the model's --seq-length 64"),
+    (2, ["--prompt", "x", "--top-k", "0"], "--top-k is 0", SIZES),
+    (
+        2,
+        ["--prompt", "x"],
+        "--num-attention-heads (4) must be a multiple of --tensor-model-parallel-size (3)",
+        Layout(tp=3),
+    ),
+    pytest.param(1, ["--prompt-file", "absent.txt"], "absent.txt", SIZES, marks=pytest.mark.full),
+    (1, ["--prompt", "x " * 100], "has 101 tokens, above the model's --seq-length 64", SIZES),
 ]
 
 
-@pytest.mark.parametrize(("code", "flags", "said"), CODES_AND_SAID)
-def test_a_mistake_is_said_by_one_rank(saved, code, flags, said):
-    outcome = generate(saved, *flags, layout=SIZES)
+@pytest.mark.parametrize(("code", "flags", "said", "layout"), CODES_AND_SAID)
+def test_a_mistake_is_said_by_one_rank(saved, code, flags, said, layout):
+    """Code 2 for flags, also for those that contradict the model of --load."""
+    outcome = generate(saved, *flags, layout=layout)
     assert set(outcome.codes) == {code}, outcome
     assert outcome.everything.count(said) == outcome.everything.count("\n") == 1, outcome

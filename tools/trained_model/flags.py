@@ -1,13 +1,17 @@
 """The flags of tools that run a trained model: which model, in which layout, on which device. Loads without torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import lcm, prod
 
-from megatron.core.base.dataclass_flags import Count, FlagConfig, WholeNumber, option
+from megatron.core.base.dataclass_flags import ConfigError, Count, FlagConfig, WholeNumber, option
 from megatron.core.parallel.device_and_process_group_config import DeviceName
 
 LAYOUT_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+class RefusedFlags(ConfigError):
+    """Flags that the model of --load does not allow. Every rank raises it, since every rank knows both."""
 
 
 @dataclass(frozen=True)
@@ -66,5 +70,13 @@ class TrainedModelConfig(FlagConfig):
         """How many replicas of the other layers the ranks of the experts are. They compute the same texts."""
         ranks = self.tensor_model_parallel_size * self.context_parallel_size  # of a stage
         etp = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
-        experts = self.expert_model_parallel_size * etp
-        return experts // ranks if experts > ranks and experts % ranks == 0 else 1
+        return lcm(self.expert_model_parallel_size * etp, ranks) // ranks
+
+    @property
+    def fewer_processes(self) -> str:
+        """The flag with which experts need fewer processes, and how many: the end of an error about their number; or ""."""
+        without_etp = replace(self, expert_tensor_parallel_size=1)
+        needed = without_etp.replica_size * without_etp.expert_replicas
+        if needed == self.replica_size * self.expert_replicas:
+            return ""
+        return f", or give --expert-tensor-parallel-size 1, which takes {needed}"

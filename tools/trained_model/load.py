@@ -39,7 +39,7 @@ from megatron.training.training import Script
 from tools.generating.t5 import is_t5
 from tools.script import script_at
 from tools.trained_model.checkpoint_tokenizer import tokenizer_of_checkpoint
-from tools.trained_model.flags import LAYOUT_SIZES, TrainedModelConfig
+from tools.trained_model.flags import LAYOUT_SIZES, RefusedFlags, TrainedModelConfig
 from tools.trained_model.script_model import load_script_model
 
 LAYOUT_FIELDS = (*LAYOUT_SIZES, "cp_comm_type", "hierarchical_context_parallel_sizes")
@@ -50,6 +50,7 @@ class ModelSettings:
     """The part of a command line that says which model runs where."""
 
     config: TrainedModelConfig
+    parallel: ParallelConfig  # the layout of the ranks
     tokenizer_flags: dict[str, Any]  # override the checkpoint's tokenizer settings
     device: Device
     script: Script | None = None  # of --model
@@ -59,12 +60,16 @@ def read_model_settings(values: dict[str, Any]) -> ModelSettings:
     """Return the settings of a command line's values. Raises ConfigError."""
     config = build(TrainedModelConfig, values)
     script = None if config.model is None else script_at(config.model)
+    layout = {
+        field.name: getattr(config, field.name) for field in fields(ParallelConfig) if field.name in LAYOUT_FIELDS
+    }
     tokenizer_names = {field.name for field in fields(TokenizerConfig)}
     tokenizer_flags = {name: value for name, value in values.items() if name in tokenizer_names}
     local_rank = config.local_rank
     if local_rank is None:
         local_rank = parallel_state.launched_local_rank()
-    return ModelSettings(config, tokenizer_flags, Device.select(config.device, local_rank), script)
+    device = Device.select(config.device, local_rank)
+    return ModelSettings(config, build(ParallelConfig, layout), tokenizer_flags, device, script)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class TrainedModel:
         """Return this rank's stage with its weights, and the mesh of the ranks. Every rank must call.
 
         transformer: the saved settings, perhaps in another precision. problems: further validation errors, raised with
-        those of the layout. restarts_positions: `LayerContext`'s. Raises ConfigError, CheckpointError.
+        those of the layout. restarts_positions: `LayerContext`'s. Raises RefusedFlags, ConfigError, CheckpointError.
         """
         config = self.settings.config
         device = self.settings.device
@@ -136,17 +141,15 @@ class TrainedModel:
         pp_size = config.pipeline_model_parallel_size
 
         # check the layout against the saved model
-        values = {f.name: getattr(config, f.name) for f in fields(ParallelConfig) if f.name in LAYOUT_FIELDS}
-        parallel = build(ParallelConfig, values)
         problems = [
             *layout_problems(
                 transformer, tp_size, pp_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size
             ),
             *problems,
-            *context_parallel_problems(parallel, transformer, {}),
+            *context_parallel_problems(self.settings.parallel, transformer, {}),
         ]
         if problems:
-            raise ConfigError(problems)
+            raise RefusedFlags(problems)
 
         # create the process groups, then the stage
         mesh = parallel_state.initialize_model_parallel(
@@ -164,7 +167,7 @@ class TrainedModel:
                 self.settings.script,
                 self.checkpoint,
                 replace(self.saved, transformer=transformer),
-                parallel,
+                self.settings.parallel,
                 mesh,
                 device,
                 self.base,
@@ -193,7 +196,7 @@ def base_of(checkpoint: Checkpoint, requested: str | None) -> str | None:
     """
     if FROZEN not in checkpoint.state:
         if requested is not None:
-            raise ConfigError(
+            raise RefusedFlags(
                 f"--pretrained-checkpoint {requested}: {checkpoint.folder} holds all its weights, and needs no base; leave it "
                 "out"
             )

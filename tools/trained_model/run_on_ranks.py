@@ -12,6 +12,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.accelerator import Device
 from megatron.core.parallel.rank_grid import Axis
 from megatron.training.global_vars import set_runtime
+from tools.trained_model.flags import RefusedFlags
 from tools.trained_model.load import ModelSettings
 
 
@@ -33,8 +34,8 @@ def run_on_ranks(
 ) -> int:
     """Read the settings on each rank, start the process group, call `run`, and return the exit status.
 
-    0: success. 2: an error in the flags. 1: another error that the user can correct; the first rank prints it as one line
-    that begins with the tool's name.
+    0: success. 2: an error in the flags, also one that only the model of --load shows. 1: another error that the user can
+    correct. The first rank prints the error as one line that begins with the tool's name.
     """
     settings = None
     flag_error = None
@@ -69,7 +70,7 @@ def run_on_ranks(
         write_error_file(message)
         if parallel_state.launched_rank() == 0:
             print(message, file=sys.stderr)
-        return 1 if settings else 2
+        return 2 if settings is None or isinstance(error, RefusedFlags) else 1
     finally:
         set_runtime(None)
         parallel_state.stop_distributed()

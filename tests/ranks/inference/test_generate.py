@@ -342,6 +342,11 @@ FLAG_MISTAKES = [
     ((*PROMPT, "--tensor-model-parallel-size", "2"), "1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size"),
     ((*PROMPT, "--context-parallel-size", "2"), "1 --pipeline-model-parallel-size 1 --context-parallel-size 2"),
     ((*LOAD, "--prompt-file", "-", "--sample-input-file", "-"), "cannot both be standard input"),
+    # what only the model of --load shows
+    ((*PROMPT, "--pretrained-checkpoint", "rotary"), "--pretrained-checkpoint rotary"),
+    ((*PROMPT, "--cp-comm-type", "ring"), "--cp-comm-type ring p2p"),
+    ((*PROMPT, "--cp-comm-type", "p2p", "p2p", "p2p"), "--cp-comm-type 3 --num-layers 2"),
+    ((*PROMPT, "--hierarchical-context-parallel-sizes", "2", "1"), "--hierarchical-context-parallel-sizes 2 1"),
 ]
 OTHER_MISTAKES = [
     ((*PROMPT, "--iteration", "3"), "2 4"),

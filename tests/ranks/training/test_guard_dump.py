@@ -8,6 +8,7 @@ from guard_runs import ALONE, stopped
 from layouts import Layout
 from said import tells
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import open_checkpoint
 from megatron.training.result_checks import ten_times_largest_loss_rule
 from megatron.training.result_checks.base_check import WrongNumbersError
@@ -76,10 +77,13 @@ def test_a_bad_weight_is_named_again(tmp_path, capfd):
     assert "not finite: the weight language_model.decoder.layers.1.input_layernorm.weight, before the step." in printed
 
 
-def test_what_is_no_dump_is_refused(tmp_path, capfd):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_dump_is_refused_and_said_by_the_first_rank(rank, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(parallel_state, "launched_rank", lambda: rank)
     with pytest.raises(SystemExit) as refused:
         replay_step.main([str(tmp_path)])
-    assert tells(str(refused.value), f"{tmp_path} --bad-step-dir")
+    said = capfd.readouterr().err
+    assert refused.value.code == 2 and (tells(said, f"{tmp_path} --bad-step-dir") if rank == 0 else said == "")
 
 
 @pytest.mark.full
