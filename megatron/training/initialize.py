@@ -56,7 +56,6 @@ from megatron.training.arguments.command_line import (
     ArgumentsError,
     ExtraArgs,
     parse_args as parse_command_line,
-    reason_lines,
 )
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.hf_config import hf_config_problems, other_model_problem
@@ -249,9 +248,12 @@ def parse_and_check_settings(
     """Parse and check the command line and prepare this rank's device. Raises ConfigError with all problems."""
     world_size = parallel_state.launched_world_size()
 
+    def without_effect(config: Config) -> dict[str, str]:
+        return rules.without_effect(config) | without_effect_on_few_ranks(config, world_size)
+
     # parse; after a parsing error, check the flags that could be parsed, so that all problems are reported at once
     try:
-        parsed = parse_command_line(argv, extra_args_provider, args_defaults, rules.unread)
+        parsed = parse_command_line(argv, extra_args_provider, args_defaults, rules.unread, without_effect)
     except ArgumentsError as error:
         other_problems = collect_config_problems(with_default_components(error.parts), world_size, rules).problems
         raise ConfigError(
@@ -271,7 +273,6 @@ def parse_and_check_settings(
     launch = Launch() if parallel_state.has_joined() else discover(os.environ)
     notes += share_cores(launch)
     notes += watch_notes(config.tensorboard, config.profile, config.training.train_iters)
-    notes += reason_lines("no effect here", rules.without_effect(config))
     notes += _notes_of_settings(config, world_size)
     if tokenizer is not None:
         note = ids_without_row_note(tokenizer, vocab_size_of(config, tokenizer))
@@ -295,11 +296,10 @@ def parse_and_check_settings(
 
 
 def _notes_of_settings(config: Config, world_size: int) -> Iterator[str]:
-    """Yield notes on flags without effect on so few ranks, on a ZeRO that shards nothing, and on --reuse-fp32-param.
+    """Yield notes on a ZeRO that shards nothing, and on --reuse-fp32-param.
 
     ZeRO shards nothing where each sharding group is a single rank.
     """
-    yield from reason_lines("no effect here", without_effect_on_few_ranks(config, world_size))
     stage = config.data_parallel.stage
     instances = config.data_parallel.num_distributed_optimizer_instances
     if stage and 1 < instances == config.data_parallel_size(world_size):

@@ -7,7 +7,7 @@ A setting's value comes from the first of these sources that has it:
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -81,11 +81,13 @@ def parse_args(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
+    without_effect: Callable[[Config], Mapping[str, str]] = lambda config: {},
 ) -> ParsedArgs:
     """Return the settings of a command line. Raises ConfigError with all problems at once.
 
     args_defaults: defaults of the script, by the names of settings or of any other flag. unread: settings that this
-    script does not read, with the reason.
+    script does not read, with the reason. without_effect: returns further flags that other settings make ineffective, with
+    the reason.
     """
     defaults = args_defaults or {}
     unread = unread or {}
@@ -101,6 +103,7 @@ def parse_args(
     settings: dict[str, Any] = {}
     for source in sources:
         settings = merge_settings(source.settings, settings)
+    given = {name for name, value in settings.items() if value is not None}
 
     # read the script's defaults
     script = _given_by_script(parser, {**parser.defaults_of_script, **defaults}, settings)
@@ -156,10 +159,14 @@ def parse_args(
         no_effect |= source.no_effect
         warned |= source.warned
         others |= source.others
-    no_effect |= unread_here | config.without_effect
+    of_settings = unread_here | config.without_effect | without_effect(config)
     for part in parts_of_script.values():
         if isinstance(part, FlagConfig):
-            no_effect |= part.without_effect
+            of_settings |= part.without_effect
+    # a value may come from the script, a config.json or a checkpoint, and nobody has given its flag then
+    not_given = settings.keys() - given
+    flags = parser.actions_by_flag()
+    no_effect |= {flag: reason for flag, reason in of_settings.items() if flags[flag].dest not in not_given}
     notes = [note for description in taken for note in description.notes]
     notes += repeated_flags(parser, words)
     notes += reason_lines("no effect here", no_effect)

@@ -2,8 +2,10 @@
 
 import ast
 import copy
+import json
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from megatron.core.models.common.model_rules import missing_text_settings
 from megatron.core.pipeline_parallel.schedule.registry import SCHEDULES
 from megatron.training.arguments.command_line import Arguments, parse_args
 from megatron.training.arguments.config import COMPONENTS, Config
+from megatron.training.arguments.unused_settings import without_effect_on_few_ranks
 from megatron.training.arguments.validation import check
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
@@ -283,6 +286,44 @@ def test_defaults_that_the_script_sets_of_the_parser_are_those_of_args_defaults(
 def test_defaults_of_the_script_without_effect_are_named():
     notes = parse_args([], args_defaults={"bias_gelu_fusion": False, "DDP_impl": "torch"})[2]
     assert tells_each(notes, "--no-bias-gelu-fusion|--DDP-impl")
+
+
+def few_ranks(config):
+    return without_effect_on_few_ranks(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "defaults", "flag"),
+    [
+        ("", {"save_frozen": False}, "--no-save-frozen"),
+        ("--mock-data", {"allow_missing_tensors": True}, "--allow-missing-tensors"),
+        ("", {"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
+        ("--sft --position-embedding-type none", {}, "--reset-position-ids"),
+    ],
+)
+def test_a_note_about_a_flag_without_effect_is_only_of_what_the_command_line_gives(line, defaults, flag):
+    """Neither of a setting that a script's defaults have, nor of one that another flag implies."""
+    assert parse_args(line.split(), args_defaults=defaults, without_effect=few_ranks)[2] == []
+    (note,) = parse_args([*line.split(), flag], args_defaults=defaults, without_effect=few_ranks)[2]
+    assert tells(note, f"{flag}")
+
+
+def test_a_note_about_a_flag_without_effect_is_not_of_what_a_config_json_gives(tmp_path: Path):
+    saved = {"model_type": "mixtral", "router_aux_loss_coef": 0.5, "output_router_logits": True, "rope_theta": 1e4}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
+    saved |= sizes | {
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 8,
+        "vocab_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    line = ["--hf-config", str(tmp_path), "--moe-router-load-balancing-type", "none"]
+    config, _, notes = parse_args(line)
+    assert config.transformer.moe_aux_loss_coeff and not [note for note in notes if "no effect here" in note]
+    (note,) = (note for note in parse_args([*line, "--moe-aux-loss-coeff", "0.5"])[2] if "no effect here" in note)
+    assert tells(note, "--moe-aux-loss-coeff")
 
 
 def test_flags_that_the_script_declares_take_its_defaults_as_they_are():
