@@ -25,7 +25,7 @@ from megatron.convert.formats.hf_config_and_safetensors_headers import (
 )
 from megatron.convert.formats.safetensors_header import FETCH_AGAIN, TensorInFile
 from megatron.convert.hf_provenance_and_tokenizer_files import TOKENIZER_CONFIG, Provenance
-from megatron.convert.missing_params_and_absent_heads import ABSENT_HEADS, absent_head_parameters
+from megatron.convert.missing_params_and_absent_heads import ABSENT_HEADS, ALLOW_FLAG, absent_head_parameters
 from megatron.convert.read_mxfp4 import BLOCKS, SCALES, mxfp4_record
 from megatron.convert.strided_reads_of_foreign_files import StridedCheckpoint, record_of
 from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Manifest, TensorRecord
@@ -74,6 +74,7 @@ def tensor_records(
     records = {}
     used = set()
     problems = []
+    has_parts = False  # of a parameter that is made of several tensors, some of which are missing
     wrong_counts: dict[int, list[str]] = {}  # a number of experts that is not the config's -> names of tensors with it
     for mapping in mappings:
         param = mapping.param
@@ -98,6 +99,7 @@ def tensor_records(
             more = f" and {len(missing) - 3} more" if len(missing) > 4 else ""
             shown = missing[:3] if more else missing
             problems.append(f"holds {present[0]!r} without {', '.join(map(repr, shown))}{more}")
+            has_parts = True
             continue
         try:
             if packed:
@@ -137,7 +139,12 @@ def tensor_records(
         )
     problems += [f"holds {name!r:.80}, for which the model has no place" for name in unknown]
     if problems:
-        raise CheckpointError(root, problems, f"is it what {CONFIG} describes? Nothing was read")
+        advice = f"is it what {CONFIG} describes? Nothing was read"
+        if has_parts:
+            advice += (
+                f"; fetch the folder again: {ALLOW_FLAG} goes on without whole parameters, and these are parts of one"
+            )
+        raise CheckpointError(root, problems, advice)
     return records
 
 

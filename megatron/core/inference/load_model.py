@@ -82,18 +82,21 @@ def load_model(
         )
     refuse_unusable(checkpoint, config, base)
 
-    # build this rank's stage
+    # compare the names of parameters before the stage takes memory
     mesh = mesh or single_rank_mesh()
     matmul_modes = matmul_modes_here(config, mesh, device)
     sizes = {"vocab_size": vocab_size, "positions": positions}
     if decoder_seq_length is not None:
         sizes["decoder_seq_length"] = decoder_seq_length
-    model = _build_stage(kind, config, mesh, device, matmul_modes, context_options, **sizes)
     whole = _build_stage(kind, config, single_rank_mesh(), "meta", matmul_modes, {}, **sizes)
     if lora is not None:
-        for stage in (model, whole):
-            add_saved_lora(stage, lora, checkpoint)
+        add_saved_lora(whole, lora, checkpoint)
     check_parameter_names(checkpoint, parameters_of(whole), kind.__name__, base)
+
+    # build this rank's stage
+    model = _build_stage(kind, config, mesh, device, matmul_modes, context_options, **sizes)
+    if lora is not None:
+        add_saved_lora(model, lora, checkpoint)
     return fill_stage(checkpoint, model, mesh, device, base)
 
 

@@ -16,8 +16,10 @@ from megatron.convert.hf_provenance_and_tokenizer_files import provenance_proble
 from megatron.convert.missing_params_and_absent_heads import (
     ABSENT_HEADS,
     ALLOW_FLAG,
+    binary_head_parameters,
     describe_heads,
     missing_tensors_advice,
+    parameter_names,
     recorded_absent_head_params,
     with_hf_names,
 )
@@ -150,18 +152,8 @@ def absent_parameters(
     head_names = {*recorded_absent_head_params(state)}
     missing_of_heads = [name for name in lacking if name in head_names]
     others = [name for name in lacking if name not in head_names]
-    is_allowed = config.checkpoint.loads_fewer_parameters
-    if config.checkpoint.allow_missing_tensors and not load_optimizer:
-        is_allowed = True
-    if others and not is_allowed:
-        if load_optimizer:
-            advice = (
-                "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
-                f"{ALLOW_FLAG} loads the weights that are there"
-            )
-        else:
-            advice = missing_tensors_advice(state)
-        raise CheckpointError(checkpoint.folder, [f"lacks {with_hf_names(state, name)}" for name in others], advice)
+    if others and not _may_lack(config, load_optimizer=load_optimizer):
+        raise _lacks(checkpoint, others, load_optimizer=load_optimizer)
     if missing_of_heads:
         print_rank_0(f"{source} has no {describe_heads(missing_of_heads)}, as its architecture: they get first values")
     with_state = ", and new optimizer state" if load_optimizer else ""
@@ -177,6 +169,39 @@ def absent_parameters(
         listed = ", ".join(f"{key} ({len(names)})" if len(names) > 1 else names[0] for key, names in by_layer.items())
         print_rank_0(f"WARNING: {source} lacks {len(others)} parameters, which get first values{with_state}: {listed}")
     return {f"{_MODEL}{name}" for name in lacking}
+
+
+def refuse_lacking_folder(config: Config, checkpoint: Checkpoint, *, load_optimizer: bool) -> None:
+    """Refuse a folder of another project without a parameter of this run's model, by names alone.
+
+    A model that is not known by its settings is left to `absent_parameters`, and so is the binary head of a BERT, which a
+    run need not have. Raises CheckpointError.
+    """
+    state = checkpoint.state
+    optional = {*recorded_absent_head_params(state)}
+    if state["model"] == "BertModel":
+        optional |= {*binary_head_parameters(config.transformer)}
+    names = parameter_names(state["model"], config.transformer) or ()
+    lacking = [name for name in names if _MODEL + name not in checkpoint.names and name not in optional]
+    if lacking and not _may_lack(config, load_optimizer=load_optimizer):
+        raise _lacks(checkpoint, lacking, load_optimizer=load_optimizer)
+
+
+def _may_lack(config: Config, *, load_optimizer: bool) -> bool:
+    """Return whether a run goes on without parameters that its checkpoint lacks."""
+    return config.checkpoint.loads_fewer_parameters or (config.checkpoint.allow_missing_tensors and not load_optimizer)
+
+
+def _lacks(checkpoint: Checkpoint, names: Sequence[str], *, load_optimizer: bool) -> CheckpointError:
+    """Return the error of a checkpoint without these parameters."""
+    state = checkpoint.state
+    advice = missing_tensors_advice(state)
+    if load_optimizer:
+        advice = (
+            "load it with the settings of the model that was saved; with --finetune or --no-load-optim "
+            f"{ALLOW_FLAG} loads the weights that are there"
+        )
+    return CheckpointError(checkpoint.folder, [f"lacks {with_hf_names(state, name)}" for name in names], advice)
 
 
 def check_position_table_rows(
@@ -414,9 +439,7 @@ def problems_of_settings(
 
 def _takes_new_parameters(config: Config, *, resumes: bool) -> bool:
     """Return whether parameters that the checkpoint lacks get first values, as `absent_parameters` decides."""
-    loads_optimizer = config.checkpoint.load_optim and resumes
-    allowed = config.checkpoint.allow_missing_tensors and not loads_optimizer
-    return allowed or config.checkpoint.loads_fewer_parameters
+    return _may_lack(config, load_optimizer=config.checkpoint.load_optim and resumes)
 
 
 def buffers_that_begin(runtime: Runtime, saved: dict[str, Any]) -> tuple[str, ...]:

@@ -19,8 +19,10 @@ from whole_run import run
 
 import pretrain_bert
 import pretrain_gpt
-from megatron.core.base.dataclass_flags import build
+from megatron.convert import open_any
+from megatron.core.base.dataclass_flags import ConfigError, build
 from megatron.core.dist_checkpointing.save_load_state_dict import load_whole_tensors
+from megatron.core.inference import load_gpt, load_model, read_saved_settings
 from megatron.core.inference.load_model import single_rank_mesh
 from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
@@ -28,6 +30,7 @@ from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.transformer.expected_parameter_names import PARAMETER_NAMES
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
+from megatron.training import trainer
 from tools import checkpoint_convert
 
 SCRIPT = SimpleNamespace(**vars(pretrain_gpt))
@@ -185,6 +188,55 @@ def test_an_unknown_architecture_and_half_a_head_are_no_excuse(tmp_path: Path, c
 def of_rank(mesh, flags: str) -> None:
     with trainer_of(SCRIPT, mesh, f"{REST} {flags}", predicts=False) as trainer:
         trainer.run()
+
+
+LACKING_OF_A_RUN = [
+    ("llama", "model.layers.1.input_layernorm.weight", True),
+    ("qwen3_moe", "model.layers.1.mlp.gate.weight", True),
+    ("llama", "model.layers.1.mlp.gate_proj.weight", False),  # half of a parameter
+    ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight", False),  # a part of all experts' parameter
+]
+
+
+@pytest.mark.parametrize(("case", "absent", "is_whole"), LACKING_OF_A_RUN)
+def test_a_run_is_refused_by_names_before_its_model_takes_memory(
+    case: str, absent: str, is_whole: bool, tmp_path: Path, capsys, monkeypatch
+):
+    """--allow-missing-tensors is about whole parameters, which the refusal says."""
+
+    def build(*_, **__):
+        raise AssertionError("the model is built")
+
+    folder = without(tmp_path / "in", case, absent)
+    monkeypatch.setattr(trainer, "build_chunks", build)
+    for flag in ("", "--allow-missing-tensors"):
+        if is_whole and flag:
+            with pytest.raises(AssertionError, match="the model is built"):
+                run(f"--load {folder} {flag}", tiny=REST.split())
+            continue
+        with pytest.raises(SystemExit) as stop:
+            run(f"--load {folder} {flag}", tiny=REST.split())
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and tells(said, f"{absent} fetch again --allow-missing-tensors"), said
+        assert ("parts of one" in said) is not is_whole
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
+def test_a_tool_refuses_by_names_before_its_model_takes_memory(case: str, tmp_path: Path, monkeypatch):
+    folder = without(tmp_path / "in", case, "model.layers.1.input_layernorm.weight")
+    built = []
+    build_stage = load_model._build_stage
+
+    def build(kind, config, mesh, device, *more, **sizes):
+        built.append(str(device))
+        return build_stage(kind, config, mesh, device, *more, **sizes)
+
+    monkeypatch.setattr(load_model, "_build_stage", build)
+    checkpoint = open_any(folder)
+    saved = read_saved_settings(checkpoint.state, str(folder))
+    with pytest.raises(ConfigError, match=r"layers\.1\.input_layernorm\.weight"):
+        load_gpt(checkpoint, saved.transformer, vocab_size=saved.vocab_size, positions=saved.positions)
+    assert built == ["meta"]
 
 
 ABSENT = ("lm_head.", "model.layers.1.input_layernorm.")
