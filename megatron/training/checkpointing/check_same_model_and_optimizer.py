@@ -171,17 +171,23 @@ def absent_parameters(
     return {f"{_MODEL}{name}" for name in lacking}
 
 
-def refuse_lacking_folder(config: Config, checkpoint: Checkpoint, *, load_optimizer: bool) -> None:
-    """Refuse a folder of another project without a parameter of this run's model, by names alone.
+def refuse_lacking_import(config: Config, checkpoint: Checkpoint, *, load_optimizer: bool, is_folder: bool) -> None:
+    """Refuse weights of another project, as they came in, without a parameter of this run's model, by names alone.
 
-    A model that is not known by its settings is left to `absent_parameters`, and so is the binary head of a BERT, which a
-    run need not have. Raises CheckpointError.
+    is_folder: the checkpoint is that project's folder. A checkpoint of ours may have been converted from one. What a run
+    has written, a model that is not known by its settings, and the binary head of a BERT, which a run need not have, are
+    left to `absent_parameters`. Raises CheckpointError.
     """
     state = checkpoint.state
+    names = parameter_names(state.get("model", ""), config.transformer) or ()
+    if not is_folder:
+        of_checkpoint = {name.removeprefix(_MODEL) for name in checkpoint.names if name.startswith(_MODEL)}
+        has_current_names = of_checkpoint <= {*names}
+        if checkpoint.iteration > 0 or state.get("origin") is None or not has_current_names:
+            return
     optional = {*recorded_absent_head_params(state)}
-    if state["model"] == "BertModel":
+    if state.get("model") == "BertModel":
         optional |= {*binary_head_parameters(config.transformer)}
-    names = parameter_names(state["model"], config.transformer) or ()
     lacking = [name for name in names if _MODEL + name not in checkpoint.names and name not in optional]
     if lacking and not _may_lack(config, load_optimizer=load_optimizer):
         raise _lacks(checkpoint, lacking, load_optimizer=load_optimizer)

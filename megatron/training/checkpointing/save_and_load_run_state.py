@@ -232,42 +232,39 @@ def refuse_other_settings(runtime: Runtime, start: Start | None) -> None:
     """Refuse a checkpoint whose model has other settings than this run's, by its manifest alone. Every rank must call.
 
     It is asked before the model is built; `load` asks again, with the model. A folder of another project has set the
-    flags that are not given, and others may contradict it; it is also refused if tensors are missing. A checkpoint of
-    ours that cannot be read is told by `load`, which may take an older one. Raises ConfigError.
+    flags that are not given, and others may contradict it. Such a folder, and a checkpoint that was converted from one, is
+    also refused if tensors are missing. A checkpoint of ours that cannot be read is told by `load`, which may take an
+    older one. Raises ConfigError.
     """
+    config = runtime.config.checkpoint
     world = runtime.mesh["world"]
     with collectives.raise_together(world, runtime.device.torch_device):
         if world.is_first and start is not None:
             of_other_project = is_foreign(start.root, _newest_iteration(start))
             source = f"{start.flag} {start.root}"
             told_by_load = OSError if of_other_project else (CheckpointError, OSError)
+            resumes = not start.weights_only
+            checkpoint = None
             try:
                 with contextlib.suppress(told_by_load), check_same_model_and_optimizer.naming_source(source):
                     if of_other_project:
                         checkpoint = open_foreign(start.root, iteration=_newest_iteration(start))
                     else:
                         checkpoint = newest_with_good_manifest(start)
-                    _refuse_other_settings(runtime, checkpoint, start, source, of_other_project=of_other_project)
-            except CheckpointError as error:  # of another project's folder, beside which there is no older one
+                    check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
+                    resizes = config.resize_token_embeddings is not None and not (config.load_optim and resumes)
+                    problems = check_same_model_and_optimizer.problems_of_settings(
+                        runtime, checkpoint.state, source, resumes=resumes, resizes=resizes, are_taken=of_other_project
+                    )
+                    if problems:
+                        raise ConfigError(problems)
+                if checkpoint is not None:
+                    load_optimizer = config.load_optim and resumes
+                    check_same_model_and_optimizer.refuse_lacking_import(
+                        runtime.config, checkpoint, load_optimizer=load_optimizer, is_folder=of_other_project
+                    )
+            except CheckpointError as error:
                 raise ConfigError(error.problems) from None
-
-
-def _refuse_other_settings(
-    runtime: Runtime, checkpoint: Checkpoint, start: Start, source: str, *, of_other_project: bool
-) -> None:
-    config = runtime.config.checkpoint
-    check_same_model_and_optimizer.check_state(checkpoint.state, checkpoint.iteration, source)
-    resumes = not start.weights_only
-    resizes = config.resize_token_embeddings is not None and not (config.load_optim and resumes)
-    problems = check_same_model_and_optimizer.problems_of_settings(
-        runtime, checkpoint.state, source, resumes=resumes, resizes=resizes, are_taken=of_other_project
-    )
-    if problems:
-        raise ConfigError(problems)
-    if of_other_project:
-        check_same_model_and_optimizer.refuse_lacking_folder(
-            runtime.config, checkpoint, load_optimizer=config.load_optim and resumes
-        )
 
 
 def _newest_iteration(start: Start | None) -> int | None:
