@@ -44,7 +44,7 @@ ONE_IN = {
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_load_into_any_layout": 3,
 }
 
-# Of these tests' cases the test command has one in so many: each walks a product, of which the rest takes minutes.
+# Of these tests' cases the test command has one in so many, for time.
 COMMAND_ONE_IN = {
     "promises/test_promises.py::test_a_fork_trains_at_tp_2_and_pp_2_as_in_one_process": 18,
     "ranks/context_parallel/test_context_edges.py::test_documents_of_one_token_and_those_that_end_with_a_chunk_see_themselves_alone": 16,

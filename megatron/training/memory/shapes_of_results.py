@@ -40,7 +40,9 @@ class ShapesOfResults:
                 return func(*args, **kwargs)
             tensors: list[Tensor] = []
             key = _key((func, args, tuple(kwargs.items())), tensors)
-            if key is None:
+            if key is None or len({id(each) for each in tensors}) < len(
+                tensors
+            ):  # one in two places: which is the result?
                 return func(*args, **kwargs)
             known = self._known.get(key)
             if known is not None:

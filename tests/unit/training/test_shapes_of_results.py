@@ -12,7 +12,7 @@ from tools.estimating.job import read
 
 
 class Remembering(TorchDispatchMode):
-    """Runs operators through `ShapesOfResults`, and counts those that torch did not run."""
+    """Runs operators through `ShapesOfResults`, as a prediction does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +95,14 @@ def test_a_result_of_the_second_time_has_memory_of_its_own_and_one_in_place_that
         first, second = x * 2, x * 2
         assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
         assert x.mul_(2) is x and x.mul_(2) is x
+
+
+def test_the_result_is_the_argument_that_is_written_also_after_a_call_with_one_tensor_in_both_places():
+    x, y, z = (made(3, 4) for _ in range(3))
+    shapes, mul = ShapesOfResults(), torch.ops.aten.mul.out
+    assert shapes.run(mul, (x, x), {"out": x}) is x
+    assert shapes.run(mul, (y, y), {"out": z}) is z
+    assert shapes.run(mul, (x, y), {"out": z}) is z
 
 
 JOBS = {
