@@ -6,6 +6,7 @@ import pytest
 
 # Of these tests' cases the fast set has one in so many, the first among them.
 ONE_IN = {
+    "unit/convert/test_hostile_pickles.py::test_a_hostile_file_is_refused_in_a_line_and_nothing_runs": 4,
     "unit/tools/test_configure.py::test_impossible_answers_are_refused": 5,
     "unit/project/test_contracts.py::test_a_name_has_the_contract_of_its_namesake": 4,
     "unit/datasets/test_read_megatron_index_cache.py::test_the_order_of_a_blend_is_taken_if_it_is_that_of_the_weights": 4,
@@ -19,6 +20,7 @@ ONE_IN = {
     "unit/tools/test_yaml_recipes.py::test_the_walkthrough_shows_the_model_of_every_recipe": 5,
     "unit/tools/test_sentences.py::test_long_runs_take_linear_time": 5,
     "ranks/models/test_bert.py::test_every_layout_equals_one_process": 2,
+    "ranks/models/test_logits_kept_by_a_script.py::test_a_forward_hook_may_keep_the_logits": 6,
     "ranks/inference/test_cache.py::test_cached_scores_equal_the_plain_forward": 5,
     "ranks/context_parallel/test_context_parallel.py::test_a_shared_sequence_gives_the_numbers_of_one_process": 15,
     "ranks/deepspeed/test_deepspeed.py::test_two_ranks_have_the_weights_of_one_process": 4,
@@ -42,6 +44,61 @@ ONE_IN = {
     "ranks/distributed/test_zero_reduce_and_gather.py::test_a_step_sends_what_the_formula_says": 7,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_equal_one_process": 36,
     "ranks/distributed/test_zero_reduce_and_gather.py::test_shards_load_into_any_layout": 3,
+}
+
+# Tests that the fast set leaves out, each half a second or more: long runs, every command of a page, what waits for a process.
+FULL_ONLY = {
+    "ranks/convert/test_read_mxfp4.py::test_the_folder_is_written_in_bfloat16_and_reads_back_equal",
+    "ranks/dist_checkpointing/test_background_saves.py::test_the_writer_of_a_killed_rank_ends",
+    "ranks/inference/test_generate_script.py::test_a_layer_without_a_cache_is_refused_in_words",
+    "ranks/inference/test_own_caches.py::test_a_cache_of_the_page_gives_the_bits_of_the_contiguous_one",
+    "ranks/inference/test_own_caches.py::test_a_paged_cache_gives_the_bits_of_the_contiguous_one",
+    "ranks/models/test_flops.py::test_the_products_are_those_that_torch_counts",
+    "ranks/models/test_lora.py::test_a_base_lacks_the_flags_of_an_adapter_and_a_resume_does_not",
+    "ranks/models/test_lora.py::test_an_adapter_begins_from_a_plain_base_and_goes_on_as_itself_alone",
+    "ranks/models/test_lora.py::test_the_low_rank_adapter_of_the_page_begins_as_its_base",
+    "ranks/models/test_t5_of_megatron.py::test_untied_it_computes_what_our_model_does",
+    "ranks/ops/test_recomputable_tensors.py::test_a_tensor_changed_in_place_is_kept",
+    "ranks/peft/test_lora_of_experts.py::test_the_log_says_how_many_parameters_are_trainable_in_every_layout",
+    "ranks/training/test_checkpoint_args.py::test_another_model_is_refused_before_it_is_built_and_the_flag_that_helps_is_named",
+    "ranks/training/test_checkpoint_strictness.py::test_what_both_have_is_loaded_and_the_rest_is_new",
+    "ranks/training/test_finetune_gpt.py::test_adapters_of_a_base_whose_positions_are_its_sequences_are_those_of_its_family",
+    "ranks/training/test_finetune_gpt.py::test_an_adapter_of_another_base_is_refused_before_anything_is_written",
+    "ranks/training/test_functions.py::test_no_folder_is_written_of_attention_that_no_config_json_says",
+    "ranks/training/test_hf_origin.py::test_a_run_from_scratch_leaves_with_the_ids_of_the_ends_that_its_tokenizer_names",
+    "ranks/training/test_initialize_from_weights.py::test_masters_of_half_precision_follow",
+    "ranks/training/test_module_buffers.py::test_a_sharded_buffer_reshards",
+    "ranks/training/test_module_buffers.py::test_recomputation_sees_the_buffers_of_its_forward_and_changes_none",
+    "ranks/training/test_module_buffers.py::test_the_first_ranks_statistics_are_everyones_and_the_loads_are_added",
+    "ranks/training/test_other_vocabulary.py::test_the_same_tokens_into_which_text_is_cut_otherwise_are_refused",
+    "ranks/training/test_position_in_args.py::test_args_follow_the_run_and_its_resume",
+    "ranks/training/test_renamed_layers.py::test_a_checkpoint_from_before_names_were_megatrons_resumes",
+    "ranks/training/test_reported_losses.py::test_auxiliary_losses_are_reported_by_name_and_where_asked_by_layer",
+    "ranks/training/test_reported_losses.py::test_the_tokens_of_a_second_are_those_of_every_stack",
+    "ranks/training/test_schedules.py::test_megatrons_calculator_says_what_the_running_step_has",
+    "ranks/training/test_skip_train.py::test_the_losses_are_those_of_the_run_that_trained",
+    "ranks/training/test_zero_engine.py::test_a_resume_has_all_numbers_of_the_groups",
+    "unit/convert/test_folders_of_another_kind.py::test_another_number_of_experts_than_the_config_says_is_told_in_one_line",
+    "unit/datasets/test_batches.py::test_any_layout_goes_on_where_any_other_stopped",
+    "unit/datasets/test_gpt_dataset.py::test_a_longer_run_validates_on_the_same_samples",
+    "unit/datasets/test_gpt_dataset.py::test_the_same_request_reads_the_cache_and_any_other_does_not",
+    "unit/datasets/test_sft_dataset.py::test_a_cache_is_that_of_the_data_the_tokenizer_and_the_template",
+    "unit/parallel/test_detect_lost_ranks.py::test_a_job_that_does_not_come_together_names_the_ranks_that_are_missing",
+    "unit/pipeline_parallel/test_lower.py::test_an_output_has_left_before_its_backward_frees_it",
+    "unit/project/test_command_help.py::test_every_command_answers_help_without_torch",
+    "unit/project/test_command_help.py::test_every_command_says_the_version",
+    "unit/project/test_command_help.py::test_the_help_is_that_of_the_parser_of_a_run",
+    "unit/project/test_named_calls.py::test_an_attribute_is_named_in_text_where_its_name_is_somebody_elses_or_in_its_reader",
+    "unit/project/test_pictures.py::test_every_picture_is_shown_by_its_pages_with_words_that_say_what_it_shows",
+    "unit/project/test_project_files.py::test_the_version_is_one",
+    "unit/tokenizers/test_chat_template.py::test_endless_work_is_stopped",
+    "unit/tools/test_checkpoint_inspect.py::test_every_command_of_the_page_runs",
+    "unit/tools/test_waiting.py::test_standard_input_without_text_is_waited_for_with_a_line",
+    "unit/tools/test_yaml_recipes.py::test_a_recipe_that_goes_on_from_a_folder_is_predicted_and_shown",
+    "unit/training/test_classic_flags.py::test_no_flag_that_is_refused_is_suggested",
+    "unit/training/test_memory.py::test_profiles_say_what_a_rank_runs_where_it_is_not_the_first_of_its_stage",
+    "unit/training/test_memory_by_layer.py::test_the_tool_lists_layers",
+    "unit/training/test_shapes_of_results.py::test_a_prediction_is_that_in_which_torch_computes_every_shape",
 }
 
 # Of these tests' cases the test command has one in so many, for time.
@@ -421,6 +478,8 @@ def leave_cases(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
             seen[name] += 1
     for item in items:
+        if name_of(item) in FULL_ONLY:
+            item.add_marker(pytest.mark.full)
         if name_of(item) in SWEEP_ONLY:
             item.add_marker(pytest.mark.sweep)
 
