@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.manifest_format import CheckpointError, Ma
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rank_grid import ALONE, Axis
 from megatron.core.storage.file_layer import is_file
+from megatron.core.transformer.expected_parameter_shapes import parameter_shape
 from megatron.core.transformer.model_config import ModelConfig
 
 # ---------------------------------------------------------------- tensors
@@ -61,7 +62,7 @@ def head_counts_of(config: ModelConfig) -> HeadCounts:
 
 
 def tensor_records(
-    family: Family, config: ModelConfig, tensors: Mapping[str, TensorInFile], root: Path
+    family: Family, config: ModelConfig, vocab_size: int, tensors: Mapping[str, TensorInFile], root: Path
 ) -> dict[str, TensorRecord]:
     """Return our tensors, by name, made of a folder's `tensors`.
 
@@ -112,8 +113,9 @@ def tensor_records(
             problems.append(f"holds {names} of other shapes than {CONFIG} says ({error})")
             continue
         records[param] = record
-        expected = _shape_of_experts(param, config) or record.shape
-        if record.shape[0] != expected[0]:
+        # A model refuses other shapes when it loads them. A conversion makes no model, so a folder must be told by its config.
+        expected = parameter_shape(config, param, vocab_size, config.max_position_embeddings) or record.shape
+        if _has_all_experts(param) and record.shape[0] != expected[0]:
             wrong_counts.setdefault(record.shape[0], []).append(present[0])
         elif record.shape != expected:
             problems.append(
@@ -154,24 +156,9 @@ def _expert_number(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _shape_of_experts(param: str, config: ModelConfig) -> tuple[int, ...] | None:
-    """Return the shape of a parameter of ours that all experts of a layer share; None: it is of something else.
-
-    A model refuses others when it loads them. A conversion makes no model, so a folder must be told by its config.
-    """
-    if ".mlp.experts." not in param and ".mlp.router." not in param:
-        return None
-    experts, hidden, width = config.num_experts, config.hidden_size, config.expert_ffn_size
-    halves = 2 if config.is_gated else 1
-    shapes = {
-        "router.weight": (experts, hidden),
-        "router.bias": (experts,),
-        "experts.linear_fc1.weight": (experts, halves, width, hidden),
-        "experts.linear_fc1.bias": (experts, halves, width),
-        "experts.linear_fc2.weight": (experts, hidden, width),
-        "experts.linear_fc2.bias": (experts, hidden),
-    }
-    return shapes[param.partition(".mlp.")[2]]
+def _has_all_experts(param: str) -> bool:
+    """Return whether a parameter of ours has a row for each expert of a layer."""
+    return ".mlp.experts." in param or ".mlp.router." in param
 
 
 def _of_odd_shape(names: list[str], tensors: Mapping[str, TensorInFile]) -> list[str]:
@@ -253,10 +240,10 @@ def _read(root: Path) -> HFFolder:
 
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:
     """Return the folder as a checkpoint of iteration 0: weights, and the settings of their model."""
-    settings, _ = settings_of(folder.config, str(root / CONFIG))
+    settings, vocab_size = settings_of(folder.config, str(root / CONFIG))
     config = model_config_of(settings, str(root / CONFIG))
     family = family_of(folder.config, CONFIG)
-    return manifest_with(tensor_records(family, config, folder.tensors, root), folder, root)
+    return manifest_with(tensor_records(family, config, vocab_size, folder.tensors, root), folder, root)
 
 
 def manifest_with(records: Mapping[str, TensorRecord], folder: HFFolder, root: Path) -> Manifest:

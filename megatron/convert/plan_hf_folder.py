@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.manifest_format import ITEM_BYTES, Checkpo
 from megatron.core.ops.attention.kernels import SOFTMAX
 from megatron.core.sharding.boxes import slices
 from megatron.core.storage.file_layer import backend_of, write_all, write_and_sync_content
+from megatron.core.transformer.expected_parameter_shapes import parameter_shape
 from megatron.core.transformer.model_config import ModelConfig
 
 TOKENIZER = "tokenizer.json"
@@ -162,6 +163,7 @@ def plan_folder(
         )
     records = {name: record for name, record in tensors.items() if name.startswith(_PREFIX)}
     check_complete(state, records, source, allow=allow_missing, note=note)
+    _check_shapes(records, source, model, vocab_size)
     files = _files(records, source, kind, model, dtype, most_bytes)
 
     # Ids of special tokens that are unknown are written as null: else the class's own defaults would be taken.
@@ -268,6 +270,18 @@ def model_in_state(state: dict[str, Any], source: str) -> tuple[ModelConfig, int
         longest = max((length for length in lengths if length is not None), default=None)
         model = replace(model, max_position_embeddings=longest)
     return model, state["vocab_size"]
+
+
+def _check_shapes(records: Mapping[str, TensorRecord], source: str, model: ModelConfig, vocab_size: int) -> None:
+    """Refuse tensors that are not of the model that config.json will describe. Raises CheckpointError."""
+    problems = []
+    for name, record in records.items():
+        param = name.removeprefix(_PREFIX)
+        expected = parameter_shape(model, param, vocab_size, model.max_position_embeddings)
+        if expected is not None and record.shape != expected:
+            problems.append(f"holds {param} of shape {record.shape}, and its settings say {expected}")
+    if problems:
+        raise CheckpointError(source, problems, "is it the model that its settings describe? Nothing was written")
 
 
 def _files(

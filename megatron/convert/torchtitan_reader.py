@@ -33,7 +33,7 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
         if world.is_first:
             # the model and the table of its family
             raw = read_json(root / CONFIG)
-            settings, _ = settings_of(raw, str(root / CONFIG))
+            settings, vocab_size = settings_of(raw, str(root / CONFIG))
             config = model_config_of(settings, str(root / CONFIG))
             family = family_of_titan(family_of(raw, CONFIG), str(raw["model_type"]), config.rotary_percent)
 
@@ -45,7 +45,7 @@ def open_titan(root: Path, world: Axis = ALONE, device: torch.device | str = "cp
             # our tensors, made of full tensors first, which are then replaced by their chunks
             full_tensors = {name: placeholder_tensor_of(name, parts) for name, parts in chunks.items()}
             records = {}
-            for name, record in tensor_records(family, config, full_tensors, root).items():
+            for name, record in tensor_records(family, config, vocab_size, full_tensors, root).items():
                 records[name] = split_into_chunks(record, chunks)
             in_files = {f"{x.file} {x.start}": x for parts in chunks.values() for _, x in parts}
             text = manifest_as_text(root, f"{root} {_NOTE}", manifest_with(records, HFFolder(raw, in_files), root))

@@ -192,6 +192,11 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, M
                 f"--recompute-modules {' '.join(sorted(names))} recomputes experts, and the model has none; leave it out, or "
                 "give --num-experts"
             )
+        if self.moe_layer_recompute and self.recompute_granularity == "full":
+            yield (
+                "--moe-layer-recompute recomputes the experts, which --recompute-granularity full does with the whole layer; leave "
+                "one of them out"
+            )
         # a norm's output can be discarded if one block alone reads it
         if self.recomputes("layernorm"):
             conflict = None

@@ -287,11 +287,15 @@ NO_EFFECT = by_flag(
             "--distrib-optim-fully-reshardable-mem-efficient",
             "--ckpt-convert-update-legacy-dist-opt-format",
             "--disable-ckpt-fully-parallel-save",
+            "--ckpt-fully-parallel-load-per-rank-objects",
+            "--ckpt-pg-tensors-cache-create",
+            "--ckpt-drop-redundant-extra-state",
         ),
         values={
             "--ckpt-fully-parallel-save-process-group": "NAME",
             "--ckpt-fully-parallel-load-process-group": "NAME",
             "--ckpt-fully-parallel-load-exchange-algo": "NAME",
+            "--ckpt-pg-tensors-cache-path": "DIR",
             "--dist-ckpt-workers": "N",
         },
     ),
@@ -495,6 +499,7 @@ NO_EFFECT = by_flag(
             "--rl-verify-model-weights-swap",
             "--no-rl-verify-model-weights-swap",
             "--rl-profile",
+            "--rl-durable-rollout-bank",
             "--use-same-sampling-seed-across-dp-ranks",
         ),
         values={
@@ -533,6 +538,9 @@ NO_EFFECT = by_flag(
             "--rl-profile-dir": "DIR",
             "--rl-sequence-packing-max-sequences-per-bin": "N",
             "--rl-submission-granularity": "NAME",
+            "--rl-max-inflight-requests": "N",
+            "--rl-rollout-bank-dir": "DIR",
+            "--rl-rollout-bank-max-bytes": "N",
         },
         lists={"--rl-inference-parsers": "NAME"},
     ),
@@ -541,6 +549,12 @@ NO_EFFECT = by_flag(
         switches=("--no-use-layer-wise-param-layout",),
     ),
     OtherFlags("Muon's products of a matrix with itself are PyTorch's", switches=("--muon-use-syrk",)),
+    OtherFlags("there is one implementation of each tokenizer", switches=("--use-gigatoken",)),
+    OtherFlags(
+        "a checkpoint has the hash of the tokenizer's files, not the files; folders of --save-hf have them",
+        switches=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"),
+    ),
+    OtherFlags("there is one implementation of sharded weights", values={"--megatron-fsdp-version": "N"}),
     OtherFlags(
         "only Lion reads it, and that optimizer is not built yet", values={"--lion-beta1": "X", "--lion-beta2": "X"}
     ),
@@ -550,8 +564,13 @@ NO_EFFECT = by_flag(
             "--one-logger-async",
             "--inprocess-empty-cuda-cache",
             "--mtp-detach-heads",
+            "--mtp-hsm",
             "--mtp-standalone",
             "--mtp-use-repeated-layer",
+            "--gdp-cutedsl-kernel",
+            "--gtp-remat-nccl-ub",
+            "--gtp-expert-remat-nccl-ub",
+            "--gtp-remat-reduce-scatter-with-fp32-accumulation",
         ),
         values={
             "--mtp-loss-scaling-factor": "X",
@@ -577,8 +596,17 @@ NO_EFFECT = by_flag(
             "--inprocess-termination-grace-time": "X",
             "--inprocess-granularity": "NAME",
             "--inprocess-active-world-size": "N",
+            "--batch-invariant-backend": "NAME",
+            "--gdp-num-householder": "N",
+            "--gdp-num-chunk-states-to-recompute": "N",
+            "--mhc-num-residual-streams": "N",
+            "--mhc-sinkhorn-iterations": "N",
+            "--mhc-init-gating-factor": "X",
+            "--mhc-recompute-layer-num": "N",
+            "--otel-service-name": "NAME",
+            "--otel-span-groups": "LIST",
         },
-        lists={"--mrope-section": "N", "--cuda-graph-scope": "NAME", "--cuda-graph-modules": "NAME"},
+        lists={"--gtp-remat-opt-in-modules": "NAME", "--mrope-section": "N", "--cuda-graph-scope": "NAME", "--cuda-graph-modules": "NAME"},
     ),
     OtherFlags(
         "only inference reads it; tools/generate.py has flags of its own",
@@ -754,6 +782,7 @@ SILENT = by_flag(
             "--moe-use-legacy-grouped-gemm",
             "--moe-router-fusion",
             "--moe-permute-fusion",
+            "--moe-use-grouped-tensor",
             "--use-grouped-gemm-for-shared-expert",
         ),
         values={"--moe-deepep-num-sms": "N", "--moe-hybridep-num-sms": "N", "--moe-flex-dispatcher-backend": "NAME"},
@@ -768,6 +797,8 @@ SILENT = by_flag(
         ),
         values={
             "--moe-flex-dispatcher-num-sms": "N",
+            "--moe-dispatch-fwd-dtype": "NAME",
+            "--moe-combine-bwd-dtype": "NAME",
             "--moe-hybridep-num-blocks-permute": "N",
             "--moe-hybridep-num-blocks-unpermute": "N",
             "--moe-hybridep-num-sms-preprocessing": "N",
@@ -801,7 +832,7 @@ SILENT = by_flag(
         ),
     ),
     OtherFlags("only --moe-use-upcycling reads it", values={"--moe-upcycling-granularity": "N"}),
-    OtherFlags("Megatron does not read it either", switches=("--moe-token-dropping", "--moe-extended-tp")),
+    OtherFlags("Megatron does not read it either", switches=("--moe-token-dropping",)),
     OtherFlags(
         "weight gradients and the sending of tokens overlap as the schedule and --moe-shared-expert-overlap say",
         switches=(
@@ -814,6 +845,11 @@ SILENT = by_flag(
 )
 
 WARNED = by_flag(
+    OtherFlags(
+        "each expert is divided over --expert-tensor-parallel-size ranks, and the numbers are the same; to divide all experts "
+        "over TP x EP ranks, give that product as --expert-tensor-parallel-size, and leave out --expert-model-parallel-size",
+        switches=("--moe-extended-tp",),
+    ),
     OtherFlags(
         "layers are PyTorch's: the same formulas, in other kernels' speed and rounding, and without fp8",
         values={"--transformer-impl": "NAME"},
@@ -1109,6 +1145,17 @@ REFUSED = by_flag(
         "weight decay is for tensors of two dimensions or more; leave it out",
         switches=("--apply-wd-to-qk-layernorm",),
         values={"--no-weight-decay-cond-type": "NAME"},
+    ),
+    OtherFlags(
+        "residual streams beside each other are not built yet; leave it out: they would be another model",
+        switches=("--enable-mhc-connections",),
+    ),
+    OtherFlags(
+        "logits have the dtype of the model, and the loss is taken in float32; leave it out",
+        values={"--output-logit-dtype": "NAME"},
+    ),
+    OtherFlags(
+        "is not built yet; use --wandb-project, --tensorboard-dir or --metrics-file", switches=("--otel-enabled",)
     ),
     OtherFlags(
         "is not built yet; leave it out: the last digits of a product may depend on the size of a microbatch",

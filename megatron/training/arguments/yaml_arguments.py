@@ -185,7 +185,7 @@ class _Reader:
                 self.no_effect[key] = _NO_EFFECT[field]
                 return
             near = _HINTS.get(field) or nearest_flag(f"--{key}", list(self.actions), self.refused)
-            hint = "; pretraining with --help lists the known ones"
+            hint = "; --help lists the known ones"
             if near:
                 hint = f"; did you mean {near.lstrip('-')}?"
             if field.replace("_", "-") in [flag.lstrip("-") for flag in _OF_THE_COMMAND_LINE]:

@@ -61,12 +61,16 @@ def flags_that_reduce(config: Config, world_size: int, what: str, *, shares: int
             f"--zero-stage {stage}": shards > 1 and data_parallel.stage < stage,
             "--offload-dir DIR": tier == "device" or (shares > 0 and tier == "host"),
             "--bf16": _half_has_less_state(config, shards, tiers),
+            "a smaller --num-experts or --moe-ffn-hidden-size": model.has_experts,
             "a smaller --num-layers or --hidden-size": True,
         }
     else:
         flags = {"a smaller --ddp-bucket-size": data_parallel.stage == 2}
     useful = [flag for flag, helps in flags.items() if helps]
-    more_ranks = "a higher --tensor-model-parallel-size or --pipeline-model-parallel-size on more ranks"
+    sizes = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+    if what == STATE and model.has_experts and parallel.expert_model_parallel_size < model.num_experts:
+        sizes.insert(0, "--expert-model-parallel-size")
+    more_ranks = f"a higher {', '.join(sizes[:-1])} or {sizes[-1]} on more ranks"
     if shares:  # more ranks on this machine would share the same memory
         more_ranks += " of more machines"
     return ", ".join([*useful, more_ranks])

@@ -28,6 +28,7 @@ from megatron.core.models.bert.bert_stage import BertModel
 from megatron.core.models.gpt.gpt_stage import GPTModel
 from megatron.core.models.T5.t5_stage import T5Model
 from megatron.core.transformer.expected_parameter_names import PARAMETER_NAMES
+from megatron.core.transformer.expected_parameter_shapes import parameter_shape
 from megatron.core.transformer.layer_parallel_context import LayerContext
 from megatron.core.transformer.model_config import ModelConfig
 from megatron.training import trainer
@@ -62,15 +63,17 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_the_names_are_those_of_the_model_that_is_built(case: str):
+def test_names_and_shapes_are_those_of_the_model_that_is_built(case: str):
     name, settings = MODELS[case]
     config, more = build(ModelConfig, settings), {}
     if name == "T5Model":
         more = {"decoder_seq_length": 8}
     kind = {"GPTModel": GPTModel, "BertModel": BertModel, "T5Model": T5Model}[name]
     context = LayerContext.from_mesh(single_rank_mesh(), config.params_dtype, fills=False)
-    model = kind(config, vocab_size=31, positions=8, layers=range(config.all_layers), context=context, **more)
+    model = kind(config, vocab_size=32, positions=8, layers=range(config.all_layers), context=context, **more)
     assert sorted(PARAMETER_NAMES[name](config)) == sorted(n for n, _ in model.named_parameters())
+    shapes = {n: tuple(x.shape) for n, x in model.named_parameters()}
+    assert {n: parameter_shape(config, n, 32, 8) for n in shapes} == shapes
 
 
 # ---------------------------------------------------------------- folders

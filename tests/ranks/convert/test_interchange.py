@@ -219,6 +219,26 @@ def test_the_one_expert_of_another_shape_is_named_alone(case: str, name: str, tm
     assert str(told.value).count(".experts.") == 1
 
 
+@pytest.mark.parametrize(
+    ("case", "key", "name"),
+    [
+        ("llama", "vocab_size", "model.embed_tokens.weight"),
+        ("mixtral", "vocab_size", "model.embed_tokens.weight"),
+        ("qwen2_moe", "shared_expert_intermediate_size", "model.layers.0.mlp.shared_expert.gate_proj.weight"),
+        ("gpt2", "n_positions", "transformer.wpe.weight"),
+        ("qwen3", "intermediate_size", "model.layers.0.mlp.gate_proj.weight"),
+        ("bert", "intermediate_size", "bert.encoder.layer.0.intermediate.dense.weight"),
+    ],
+)
+def test_a_config_of_another_size_than_the_tensors_is_told(case: str, key: str, name: str, tmp_path: Path):
+    """Also in a conversion, which would write both as they are."""
+    record = read_record(case)
+    write_folder(tmp_path / "in", record | {"config": record["config"] | {key: record["config"][key] + 1}})
+    with pytest.raises(CheckpointError, match=rf"holds '{name}' of other shapes than config.json says"):
+        write_hf_folder(open_foreign(tmp_path / "in"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_is_written_as_it_was_to_the_bit(case: str, folders: dict[str, Path], tmp_path: Path):
     """Its tensors in other files, the tokenizer's files as they are; and what was written is the same model."""

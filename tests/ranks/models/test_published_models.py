@@ -36,11 +36,11 @@ def parameters_of(name: str) -> dict[str, tuple[int, ...]]:
 
 def placed(name: str, tensors: dict[str, list[int]]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of ours that a folder with these tensors gives. Raises CheckpointError for what is left over."""
-    config = ModelConfig(**settings_of(CONFIGS[name], name)[0])
+    settings, words = settings_of(CONFIGS[name], name)
+    config = ModelConfig(**settings)
+    family = family_of(CONFIGS[name], name)
     files = {key: TensorInFile("model.safetensors", "bfloat16", tuple(shape), 0) for key, shape in tensors.items()}
-    return {
-        key: x.shape for key, x in tensor_records(family_of(CONFIGS[name], name), config, files, Path(name)).items()
-    }
+    return {key: x.shape for key, x in tensor_records(family, config, words, files, Path(name)).items()}
 
 
 SWEPT = ("Qwen1.5-MoE-A2.7B", "Qwen3-30B-A3B")  # with thousands of tensors

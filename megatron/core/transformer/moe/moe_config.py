@@ -133,6 +133,7 @@ class MoEConfig(AttentionConfig):
         if any(not 0 <= coefficient < float("inf") for coefficient in self.moe_aux_loss_coeff):
             yield f"--moe-aux-loss-coeff is {_spaced(self.moe_aux_loss_coeff)}; it must not be negative"
         if not self.has_experts:
+            yield from self._problems_of_one_expert()
             return
         yield from self._problems_of_choice()
         yield from self._problems_of_sinkhorn()
@@ -158,6 +159,20 @@ class MoEConfig(AttentionConfig):
                 f"--moe-router-topk-limited-devices {devices} would choose by the number of expert-parallel ranks, and is no "
                 f"flag of Megatron's scripts; give --moe-router-group-topk {devices}, and --moe-router-num-groups with "
                 "that number"
+            )
+
+    def _problems_of_one_expert(self) -> Iterator[str]:
+        """Yield a problem if --num-experts 1 asks for a layer of one expert, as Megatron makes it, and not for a dense MLP."""
+        of_experts = {
+            "--moe-ffn-hidden-size": self.moe_ffn_hidden_size,
+            "--moe-shared-expert-intermediate-size": self.moe_shared_expert_intermediate_size,
+            "--moe-router-topk": self.moe_router_topk if self.moe_router_topk == 1 else None,
+        }
+        given = [f"{flag} {value}" for flag, value in of_experts.items() if value is not None]
+        if self.num_experts == 1 and given:
+            yield (
+                f"--num-experts 1 is a dense MLP here, of --ffn-hidden-size, and {', '.join(given)} would have no effect; leave "
+                "these out, or give --num-experts 2 or more"
             )
 
     def _problems_of_choice(self) -> Iterator[str]:
@@ -256,9 +271,12 @@ class MoEConfig(AttentionConfig):
         if not self.has_experts:
             yield (
                 [name for name in OF_EXPERTS if name != "num_experts"],
-                "the model has no experts without --num-experts",
+                "--num-experts 1 is a dense MLP" if self.num_experts == 1 else "the model has no experts without --num-experts",
             )
             return
+
+        if not self.has_dense_mlp and self.moe_ffn_hidden_size is not None:
+            yield ("ffn_hidden_size",), "every layer has experts, of --moe-ffn-hidden-size"
 
         # the choice of experts
         if self.balances_by_sinkhorn:
