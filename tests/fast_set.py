@@ -419,7 +419,7 @@ COMMAND_ONE_IN = {
     "unit/tools/test_yaml_recipes.py::test_the_data_of_every_recipe_are_planned_or_refused_in_a_line": 6,
     "unit/tools/test_yaml_recipes.py::test_the_memory_of_a_recipe_is_predicted_with_the_parameters_that_its_comment_says": 24,
     "unit/tools/test_yaml_recipes.py::test_the_walkthrough_shows_the_model_of_every_recipe": 40,
-    "unit/training/test_memory.py::test_a_run_without_room_says_what_takes_most_and_what_makes_it_less": 6,
+    "unit/training/test_memory.py::test_a_run_without_room_says_what_takes_most_and_what_makes_it_less": 4,
     "unit/training/test_memory.py::test_activations_count_the_microbatches_alive": 3,
     "unit/training/test_memory.py::test_activations_of_a_layer_are_the_published_ones": 16,
     "unit/training/test_memory.py::test_half_precision_is_advised_for_a_state_where_its_masters_do_not_outweigh_it": 4,

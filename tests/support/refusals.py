@@ -69,6 +69,16 @@ REFUSALS = {
         MOCK + "--num-experts 4 --moe-expert-capacity-factor 0",
         "--moe-expert-capacity-factor 0",
     ),
+    "experts recomputed within their layer": (
+        1,
+        MOCK + "--num-experts 4 --moe-layer-recompute --recompute-granularity full --recompute-method uniform",
+        "--moe-layer-recompute --recompute-granularity full",
+    ),
+    "a layer of one expert": (
+        1,
+        MOCK + "--num-experts 1 --moe-ffn-hidden-size 8",
+        "--num-experts 1 --moe-ffn-hidden-size 8 --ffn-hidden-size",
+    ),
     "groups that are not numbered": (
         1,
         MOCK + "--num-experts 4 --moe-router-group-topk 1",

@@ -68,6 +68,13 @@ KEYS_WITHOUT_EFFECT: dict[str, str] = {
     "max_sequence_length": "written by early conversions of Llama; transformers reads max_position_embeddings",
 }
 
+# Keys of other classes, with the value that says: there is no such thing.
+_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "lm_head_bias"), False),
+    **dict.fromkeys(("use_sliding_window", "use_mrope"), False),
+    **dict.fromkeys(("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"), 0),
+}
+
 
 def reason_without_effect(key: str, value: Any) -> str | None:
     """Return why a key changes nothing that a model computes; None for a key of which that is not known."""
@@ -77,4 +84,8 @@ def reason_without_effect(key: str, value: Any) -> str | None:
         return "private to the library that wrote the file"
     if value is None:
         return "null: nothing is set"
+    if key in _NOTHING and value == _NOTHING[key] and type(value) is type(_NOTHING[key]):
+        return "what the class computes anyway"
+    if key == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value):
+        return "no layer of the class has a window"
     return None

@@ -177,8 +177,9 @@ def _layers_with_experts() -> Field:
             raise reader.error(dense_key, "it must be a list of layers, counted from 0")
         flags = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
         if not any(flags):
+            key, other = (dense_key, f" and {step_key} {step}") if dense else (step_key, "")
             raise reader.error(
-                dense_key, f"with {step_key} {step} no layer has experts; use the model_type of the dense family"
+                key, f"with {layers} layers{other} none has experts; use the model_type of the dense family"
             )
         if all(flags):
             return {}

@@ -44,7 +44,7 @@ def windows(
     rule          which layers have a window, where `layer_types` is absent
     keys          the keys that the rule reads
     switch        a boolean key; while it is false there is no window
-    lists         whether the class has `layer_types`
+    lists         whether the class reads `layer_types`; without, it may say what the class computes
     rotates_with  layers without a window have no rotary positions
     written       returns the rule's keys for a list with one boolean for each layer
     """
@@ -62,9 +62,14 @@ def windows(
             width = None
 
         # the layers that have it
-        types = reader.get("layer_types") if lists else None
-        if types is None:
+        types = reader.get("layer_types")
+        if types is None or not lists:
             has_window = [width is not None and rule(reader, layer) for layer in range(layers)]
+            kinds = [_WINDOW if has else _FULL for has in has_window]
+            if types is not None and types != kinds:
+                raise reader.error(
+                    "layer_types", "the class does not read it, and its layers are others; leave the key out"
+                )
         else:
             is_list = isinstance(types, list) and len(types) == layers
             if not is_list or not all(kind in (_FULL, _WINDOW) for kind in types):
@@ -100,8 +105,7 @@ def windows(
         return values | written(has_window)
 
     all_keys = ["sliding_window", *keys]
+    all_keys.append("layer_types")
     if switch:
         all_keys.append(switch)
-    if lists:
-        all_keys.append("layer_types")
     return Field(tuple(all_keys), read, write)

@@ -88,7 +88,10 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object. Raises CheckpointError, also for NaN, Infinity and repeated keys."""
+    """Read a file that holds a JSON object, and Infinity, as Python writes it.
+
+    Raises CheckpointError, also for NaN and repeated keys.
+    """
     try:
         text = read_start(path, _MOST_JSON + 1) if is_file(path) else b""
         if len(text) > _MOST_JSON:
@@ -103,7 +106,7 @@ def json_of(text: bytes, path: Path) -> dict[str, Any]:
     if is_lfs_pointer(text):
         raise CheckpointError(path, LFS_POINTER, FETCH_LFS)
     try:
-        value = json.loads(text.decode(), object_pairs_hook=without_repeats, parse_constant=_refuse_constant)
+        value = json.loads(text.decode(), object_pairs_hook=without_repeats, parse_constant=_infinity)
         if not isinstance(value, dict):
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
@@ -111,8 +114,10 @@ def json_of(text: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def _infinity(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN is not JSON")
+    return float(name)
 
 
 def _read_index(root: Path) -> dict[str, str]:

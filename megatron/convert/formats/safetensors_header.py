@@ -30,6 +30,10 @@ _MOST_DIMS = 64
 _MOST_BYTES = 1 << 62
 
 
+class _PackedValues(ValueError):
+    """A tensor of a known dtype that is not read."""
+
+
 class TensorInFile(NamedTuple):
     """A tensor in a file: row-major, from byte `start` on."""
 
@@ -61,6 +65,8 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
     try:
         header = json.loads(text.decode(), object_pairs_hook=without_repeats)
         return dict(_tensors_of(header, path.name, 8 + length, stat.size))
+    except _PackedValues as error:
+        raise CheckpointError(path, str(error)[:300], "give the unquantized model") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"has a header that cannot be used: {str(error)[:200]}", FETCH_AGAIN) from error
 
@@ -94,8 +100,10 @@ def _checked_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        known = "quantized or packed values, which cannot be read" if dtype in _NOT_READ else "not a known dtype"
-        raise ValueError(f"{name!r:.80} has dtype {dtype!r:.20}: {known}; only {', '.join(_DTYPES)} can be read")
+        readable = f"only {', '.join(_DTYPES)} can be read"
+        if dtype in _NOT_READ:
+            raise _PackedValues(f"holds {name!r:.80} in {dtype}, quantized or packed values; {readable}")
+        raise ValueError(f"{name!r:.80} has dtype {dtype!r:.20}: not a known dtype; {readable}")
     if not _are_counts(shape) or len(shape) > _MOST_DIMS or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r:.80} has an impossible shape {shape!r:.60} or data_offsets {offsets!r:.60}")
     if offsets[1] - offsets[0] != math.prod(shape) * ITEM_BYTES[_DTYPES[dtype]]:

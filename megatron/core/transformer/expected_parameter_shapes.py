@@ -6,7 +6,6 @@ No tensors. tests/ranks/convert/test_absent_tensors.py compares them with the pa
 from megatron.core.transformer.model_config import ModelConfig
 
 
-
 def parameter_shape(config: ModelConfig, name: str, vocab_size: int, positions: int | None) -> tuple[int, ...] | None:
     """Return the shape of a parameter of GPTModel, BertModel or T5Model; None for a name that is of none of them.
 
@@ -30,9 +29,7 @@ def _norm_shape(config: ModelConfig, module: str) -> tuple[int, ...]:
     return (config.head_width if config.qk_norm_over == "head" else heads * config.head_width,)
 
 
-def _weight_shape(
-    config: ModelConfig, name: str, vocab_size: int, positions: int | None
-) -> tuple[int, ...] | None:
+def _weight_shape(config: ModelConfig, name: str, vocab_size: int, positions: int | None) -> tuple[int, ...] | None:
     """Return the shape of the weight of a table or of a linear unit: [outputs, inputs], of experts [experts, ..]."""
     module = name.split(".")[-2]
     hidden = config.hidden_size

@@ -194,8 +194,8 @@ class ModelConfig(CompileConfig, PrecisionConfig, LossConfig, RecomputeConfig, M
             )
         if self.moe_layer_recompute and self.recompute_granularity == "full":
             yield (
-                "--moe-layer-recompute recomputes the experts, which --recompute-granularity full does with the whole layer; leave "
-                "one of them out"
+                "--moe-layer-recompute recomputes the experts, which --recompute-granularity full does with the whole layer; "
+                "leave one of them out"
             )
         # a norm's output can be discarded if one block alone reads it
         if self.recomputes("layernorm"):

@@ -606,7 +606,12 @@ NO_EFFECT = by_flag(
             "--otel-service-name": "NAME",
             "--otel-span-groups": "LIST",
         },
-        lists={"--gtp-remat-opt-in-modules": "NAME", "--mrope-section": "N", "--cuda-graph-scope": "NAME", "--cuda-graph-modules": "NAME"},
+        lists={
+            "--gtp-remat-opt-in-modules": "NAME",
+            "--mrope-section": "N",
+            "--cuda-graph-scope": "NAME",
+            "--cuda-graph-modules": "NAME",
+        },
     ),
     OtherFlags(
         "only inference reads it; tools/generate.py has flags of its own",
@@ -1147,7 +1152,7 @@ REFUSED = by_flag(
         values={"--no-weight-decay-cond-type": "NAME"},
     ),
     OtherFlags(
-        "residual streams beside each other are not built yet; leave it out: they would be another model",
+        "hyper-connections are not built yet; leave it out: they would be another model",
         switches=("--enable-mhc-connections",),
     ),
     OtherFlags(

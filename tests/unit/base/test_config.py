@@ -477,7 +477,24 @@ def test_settings_that_are_read_are_not_noted(flags: str):
     assert parse_args(flags.split())[2] == []
 
 
-@pytest.mark.parametrize("experts", ["", "--num-experts 1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--moe-ffn-hidden-size 8",
+        "--moe-shared-expert-intermediate-size 8",
+        "--moe-router-topk 1 --moe-router-pre-softmax",
+    ],
+)
+def test_one_expert_is_a_dense_mlp_and_nothing_that_asks_for_more_is_taken(words: str):
+    """Megatron makes a layer of one expert; scripts of DeepSpeed's fork say 1 for a dense MLP."""
+    assert parse_args(["--num-experts", "1"])[2] == []
+    (note,) = parse_args(["--num-experts", "1", "--moe-grouped-gemm"])[2]
+    assert note == "no effect here: --moe-grouped-gemm: --num-experts 1 is a dense MLP"
+    with pytest.raises(ConfigError, match=f"--num-experts 1 is a dense MLP here.*{words.split()[0]}"):
+        parse_args(f"--num-experts 1 {words}".split())
+
+
+@pytest.mark.parametrize("experts", ["", "--num-experts 0"])
 def test_without_experts_every_setting_of_experts_is_named(experts: str):
     """None of those that a later class adds can be forgotten."""
     words = (

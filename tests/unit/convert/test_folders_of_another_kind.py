@@ -11,6 +11,7 @@ from said import tells
 from token_files import write
 
 from megatron.convert import model_from_hf_config, open_any
+from megatron.convert.families.read_and_write_hf_config import settings_of
 from megatron.convert.formats.torch_save_tensor_offsets import read_torch_file
 from megatron.convert.open_hf_safetensors_folder import open_hf_folder
 from megatron.core.base.dataclass_flags import ConfigError
@@ -191,3 +192,62 @@ def test_stacked_experts_of_another_width_than_the_config_says_are_told_by_their
     with pytest.raises(CheckpointError) as error:
         open_hf_folder(tmp_path)
     assert tells(error.value, f"{wrong[0]} config.json") and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+def test_packed_values_are_no_damage(dtype: str, tmp_path: Path):
+    """Fetching them again would give the same."""
+    record = read_record("llama")
+    write_folder(tmp_path, record)
+    (file,) = (x for x in tmp_path.glob("*.safetensors") if b'"model.norm.weight"' in x.read_bytes())
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
+    with pytest.raises(CheckpointError) as error:
+        open_hf_folder(tmp_path)
+    assert tells(error.value, f"model.norm.weight {dtype} give the unquantized model")
+    assert "damaged" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("mixtral", {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}),
+        ("mixtral", {"layer_types": ["full_attention"] * 3, "shared_expert_intermediate_size": 0}),
+        ("olmoe", {"layer_types": ["full_attention"] * 3, "qkv_bias": False}),
+        ("gpt_neox", {"mlp_bias": False, "lm_head_bias": False}),
+        ("gemma", {"use_sliding_window": False, "n_shared_experts": 0}),
+    ],
+)
+def test_a_key_of_another_class_that_says_there_is_no_such_part_changes_nothing(case: str, keys: dict, tmp_path: Path):
+    config = read_record(case)["config"]
+    if "sliding_window" in config and "layer_types" in keys:
+        config = config | {"sliding_window": None}
+    assert not keys.keys() & config.keys()
+    assert settings_of(config | keys, case) == settings_of(config, case)
+    for key in keys:
+        other = ["full_attention", "sliding_attention", "full_attention"] if key == "layer_types" else 3
+        with pytest.raises(ConfigError, match=key):
+            settings_of(config | {key: other}, case)
+
+
+def test_layers_without_a_window_contradict_the_window_of_a_class():
+    config = read_record("mixtral")["config"] | {"sliding_window": 5}
+    with pytest.raises(ConfigError, match="layer_types"):
+        settings_of(config | {"layer_types": ["full_attention"] * 3}, "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"decoder_sparse_step": 5}, "decoder_sparse_step is 5"),
+        ({"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers is [0, 1, 2]"),
+    ],
+)
+def test_what_leaves_no_layer_with_experts_is_named(keys: dict, named: str):
+    config = read_record("qwen2_moe")["config"] | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    with pytest.raises(ConfigError) as error:
+        settings_of(config | keys, "qwen2_moe")
+    assert named in str(error.value) and "none has experts" in str(error.value)

@@ -87,6 +87,17 @@ HOSTILE = {
     "a link out of the folder": (linked_out, "outside of the folder"),
     "pickled weights": (pickled, "is a pickle"),
     "an unknown kind": (lambda f: changed(f / "config.json", "model_type", "mystery"), "model_type is 'mystery'"),
+    "an unknown kind with an infinite number": (
+        lambda f: (
+            changed(f / "config.json", "model_type", "mystery"),
+            changed(f / "config.json", "limit", float("inf")),
+        ),
+        "model_type is 'mystery'",
+    ),
+    "infinite layers": (
+        lambda f: changed(f / "config.json", "num_hidden_layers", float("inf")),
+        "num_hidden_layers is inf",
+    ),
     "an unknown field": (lambda f: changed(f / "config.json", "use_magic", True), "use_magic"),
     "an unknown scaling": (lambda f: changed(f / "config.json", "rope_parameters", {"rope_type": "x"}), "rope_type"),
     "a dtype that is not trained in": (lambda f: changed(f / "config.json", "dtype", "int8"), "dtype is 'int8'"),

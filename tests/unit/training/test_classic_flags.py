@@ -79,7 +79,7 @@ def test_flags_that_go_with_one_that_is_not_given_are_accepted_in_silence():
     assert {flag for flag in OTHERS if flag.startswith("--moe-")} - {line[0] for line in lines} == {
         *("--moe-use-upcycling", "--moe-latent-size", "--moe-router-force-biased", "--moe-expert-rank-capacity-factor"),
         *("--moe-mlp-glu-interleave-size", "--moe-shared-expert-glu-interleave-size", "--moe-paged-stash"),
-        "--moe-routing-trace-path",
+        *("--moe-routing-trace-path", "--moe-extended-tp"),
     }
 
 

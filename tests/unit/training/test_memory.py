@@ -361,6 +361,18 @@ WIDE = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 63 
             [],
             ["--zero-stage 3", "--offload-dir", "--bf16"],
         ),
+        (
+            "--seq-length 8 --num-experts 64 --world-size 4 --expert-model-parallel-size 2",
+            "optimizer state",
+            ["a smaller --num-experts or --moe-ffn-hidden-size", "a higher --expert-model-parallel-size, --tensor"],
+            ["--recompute"],
+        ),
+        (
+            "--seq-length 8 --num-experts 4 --moe-ffn-hidden-size 4096 --world-size 4 --expert-model-parallel-size 4",
+            "optimizer state",
+            ["a smaller --num-experts or --moe-ffn-hidden-size", "a higher --tensor"],
+            ["--expert-model-parallel-size"],
+        ),
     ],
 )
 def test_a_run_without_room_says_what_takes_most_and_what_makes_it_less(words, largest, flags, others):

@@ -79,6 +79,7 @@ TOPICS = {
     "distillation": "distillation",
     "fp8 and fp4": "fp8 and fp4",
     "CUDA graphs": "CUDA graphs",
+    "hyper-connections": "hyper-connections",
     "a decoder on ranks of its own": "a T5's decoder on ranks of its own",
     "other formats": "writing Megatron's formats",
     "rates and initial weights that scale with the width": "rates and initial weights that scale with the width",

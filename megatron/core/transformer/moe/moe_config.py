@@ -271,12 +271,11 @@ class MoEConfig(AttentionConfig):
         if not self.has_experts:
             yield (
                 [name for name in OF_EXPERTS if name != "num_experts"],
-                "--num-experts 1 is a dense MLP" if self.num_experts == 1 else "the model has no experts without --num-experts",
+                "--num-experts 1 is a dense MLP"
+                if self.num_experts == 1
+                else "the model has no experts without --num-experts",
             )
             return
-
-        if not self.has_dense_mlp and self.moe_ffn_hidden_size is not None:
-            yield ("ffn_hidden_size",), "every layer has experts, of --moe-ffn-hidden-size"
 
         # the choice of experts
         if self.balances_by_sinkhorn:
