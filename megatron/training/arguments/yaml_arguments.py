@@ -7,7 +7,8 @@
       data_path: [0.3, books, 0.7, web]
 
 Values are read as written: 1e-4 is a number, although YAML 1.1 reads it as text. A key without a value (null) has no
-effect. Megatron-LM's own files name fields of its config classes; fields without a flag are listed below.
+effect. Megatron-LM's own files name fields of its config classes; fields without a flag are listed below. Of a recipe of
+its functional tests (model_config.yaml) the group MODEL_ARGS is read.
 """
 
 import argparse
@@ -54,6 +55,7 @@ _NO_EFFECT = {
     "cpu_offloading_activations": _OFFLOAD,
     "add_position_embedding": "--position-embedding-type sets it",
 }
+_RECIPE = "MODEL_ARGS"  # the group of flags in a recipe of Megatron's functional tests
 _LARGEST = 16 << 20  # bytes of a file: about a hundred thousand settings or data prefixes
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -92,7 +94,7 @@ def read_yaml(path: str, parser: FlagParser) -> YamlFlags:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{YAML_FLAG} {path} must hold `key: value` lines, not a list or a single value")
     reader = _Reader(path, parser)
-    reader.read_group(root)
+    reader.read_group(reader.flags_of_test_recipe(root))
     reader.share_heads()
     return YamlFlags(reader.words, reader.settings, reader.problems, reader.no_effect)
 
@@ -120,6 +122,21 @@ class _Reader:
         self.no_effect: dict[str, str] = {}
         self.lines: dict[str, int] = {}  # setting -> line number
         self.groups: set[int] = set()  # ids of nodes read so far: an alias may repeat a node, or contain itself
+
+    def flags_of_test_recipe(self, root: Any) -> Any:
+        """Return the group of flags in a recipe of Megatron's functional tests, else the file itself.
+
+        The other keys are for the program that runs those tests: variables of the environment, the launcher, which curves to
+        compare.
+        """
+        groups = {key.value: value for key, value in root.value if key.id == "scalar"}
+        flags = groups.get(_RECIPE)
+        if flags is None or flags.id != "mapping":
+            return root
+        self.no_effect |= dict.fromkeys(
+            groups.keys() - {_RECIPE}, f"what a run reads of Megatron's test recipes is {_RECIPE}"
+        )
+        return flags
 
     def read_group(self, group: Any) -> None:
         """Read the pairs of a mapping.

@@ -247,3 +247,40 @@ def test_the_name_of_an_unknown_setting_is_printable(read):
     with pytest.raises(ConfigError) as error:
         read('"num\\0layers": 3\n')
     assert any("unknown setting 'num\\x00layers'" in problem for problem in error.value.problems)
+
+
+RECIPE = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+  NCCL_ALGO: Ring
+TEST_TYPE: ckpt-resume
+LAUNCHER: torchrun
+MODEL_ARGS:
+  --num-layers: 12
+  --hidden-size: 512
+  --num-attention-heads: 8
+  --disable-bias-linear: true
+  --num-experts: 8
+  --moe-aux-loss-coeff: 1e-2
+METRICS:
+  - lm loss
+  - num-zeros
+"""
+
+
+def test_of_a_recipe_of_megatrons_functional_tests_the_flags_are_read(read):
+    config, _, (note,) = read(RECIPE)
+    line = "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --disable-bias-linear --num-experts 8 --moe-aux-loss-coeff 1e-2"
+    assert config == parse_args(line.split()).config
+    assert tells(note, "no effect here ENV_VARS TEST_TYPE LAUNCHER METRICS MODEL_ARGS")
+
+
+def test_a_key_of_such_a_recipe_may_be_wrong_as_any_other(read):
+    with pytest.raises(ConfigError, match=r":8: unknown setting --num-layer; did you mean num-layers"):
+        read(RECIPE.replace("--num-layers", "--num-layer"))
+
+
+@pytest.mark.parametrize("text", ["MODEL_ARGS: 3", "MODEL_ARGS: [--num-layers, 3]"])
+def test_a_group_of_flags_that_is_none_is_told(text: str, read):
+    with pytest.raises(ConfigError, match="unknown setting MODEL_ARGS"):
+        read(text)
