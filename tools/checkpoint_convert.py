@@ -133,6 +133,7 @@ from megatron.core.sharding.boxes import whole
 from megatron.core.storage.file_layer import backend_of, exists, remove_tree
 from megatron.core.storage.path_or_url import is_url, path_of
 
+_TAKEN_BY_A_RUN = "a run takes it as --pretrained-checkpoint, with --use-checkpoint-args"
 # settings of the model that is written with experts
 _OF_EXPERTS = (
     *("num_experts", "moe_router_topk", "moe_layer_freq", "moe_router_score_function"),
@@ -144,6 +145,8 @@ _MODEL = "model/"  # prefix of the names of a model's tensors in a checkpoint
 def convert(config: ConvertConfig) -> None:
     """Convert --load into the one output that was asked for."""
     checkpoint = open_any(config.load, config.iteration)
+    if checkpoint.warning:
+        print(f"WARNING: {checkpoint.warning}")
     if note := note_of_lost_buffers(checkpoint.state):
         print(note)
 
@@ -154,16 +157,13 @@ def convert(config: ConvertConfig) -> None:
         upcycling = Upcycling(settings, config.moe_upcycling_granularity, config.seed)
         options = {"allow_missing": config.allow_missing_tensors, "note": print}
         upcycle(checkpoint, config.save, upcycling, config.dtype, **options)
-        print(
-            f"{config.load}: written to {config.save} with {config.num_experts} experts; a run takes it as "
-            "--pretrained-checkpoint"
-        )
+        print(f"{config.load}: written to {config.save} with {config.num_experts} experts; {_TAKEN_BY_A_RUN}")
         return
     if config.save is not None:
         if not isinstance(checkpoint, StridedCheckpoint):
             raise ConfigError(f"--save: {config.load} is a checkpoint of ours already, which any layout loads")
         copy_checkpoint(checkpoint, config.save, config.dtype, allow_missing=config.allow_missing_tensors, note=print)
-        print(f"{config.load}: written to {config.save}, weights alone; a run takes it as --pretrained-checkpoint")
+        print(f"{config.load}: written to {config.save}, weights alone; {_TAKEN_BY_A_RUN}")
         return
 
     # --save-dcp: a folder of torch.distributed.checkpoint

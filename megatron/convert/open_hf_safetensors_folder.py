@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from megatron.convert.families.config_fields import ConfigReader, dtype_in
-from megatron.convert.families.hf_family_fields_and_param_mappings import OUTPUT_LAYER, Family, ParamMapping
+from megatron.convert.families.hf_family_fields_and_param_mappings import (
+    HEADS_OF_OTHER_TASKS,
+    OUTPUT_LAYER,
+    Family,
+    ParamMapping,
+)
 from megatron.convert.families.read_and_write_hf_config import family_of, model_config_of, settings_of
 from megatron.convert.families.strided_views_of_hf_weights import HeadCounts
 from megatron.convert.formats.hf_config_and_safetensors_headers import (
@@ -227,7 +232,7 @@ def read_config_with_true_tying(root: Path) -> dict[str, Any]:
 
 def _read(root: Path) -> HFFolder:
     """Read the config and the headers, with the config changed if it claims tied weights and the files have two."""
-    folder = read_hf_folder(root)
+    folder = _without_head_of_another_task(read_hf_folder(root), root)
     family = family_of(folder.config, str(root / CONFIG))
     untied_config = family.untied_config(folder.config)
     if untied_config is None:
@@ -236,6 +241,22 @@ def _read(root: Path) -> HFFolder:
     if output is None or embedding is None or are_equal(root, output, embedding):
         return folder
     return replace(folder, config=untied_config)
+
+
+def _without_head_of_another_task(folder: HFFolder, root: Path) -> HFFolder:
+    """Return the folder without the tensors of a classifier, if it is of an architecture that has one."""
+    architectures = folder.config.get("architectures")
+    if not isinstance(architectures, list):
+        return folder
+    left_out = []
+    for names, suffixes in HEADS_OF_OTHER_TASKS.items():
+        if any(isinstance(name, str) and name.endswith(suffixes) for name in architectures):
+            left_out += [name for name in folder.tensors if re.fullmatch(names, name)]
+    if not left_out:
+        return folder
+    tensors = {name: x for name, x in folder.tensors.items() if name not in left_out}
+    note = f"{root} holds the head of another task, which is not read: {', '.join(sorted(left_out))}"
+    return replace(folder, tensors=tensors, notes=(*folder.notes, note))
 
 
 def manifest_of(folder: HFFolder, root: Path) -> Manifest:

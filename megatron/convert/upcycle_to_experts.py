@@ -57,18 +57,24 @@ class Upcycling:
                 f"--moe-upcycling-granularity {parts} does not divide the {dense.ffn_size} hidden features of the MLP; "
                 "give a divisor of it"
             )
+        experts = self.settings["num_experts"]
+        if experts < 2:
+            raise ConfigError(f"--num-experts {experts} is no mixture; give at least 2")
+        if self.settings.get("moe_router_topk") == 1 and parts == 1:
+            raise ConfigError(
+                "--moe-router-topk 1 gives the chosen expert the weight 1, and the router learns nothing, or another weight, and "
+                "the model would not begin as the dense one; give 2 or more"
+            )
         config = replace(dense, **self.settings, moe_ffn_hidden_size=dense.ffn_size // parts)
         problems = list(config.problems())
         for flag, value in (("--num-experts", config.num_experts), ("--moe-router-topk", config.moe_router_topk)):
             if value % parts:
                 problems.append(f"{flag} {value} must be a multiple of --moe-upcycling-granularity {parts}; change one")
-        if not config.has_experts:
-            problems.append(f"--num-experts {config.num_experts} is no mixture; give at least 2")
-        score_function, pre_softmax = config.router_weights
-        if pre_softmax or (score_function != "softmax" and config.moe_router_topk == 1):
+        _, pre_softmax = config.router_weights
+        if pre_softmax:
             problems.append(
-                "the weights of a token's experts do not add up to 1 with --moe-router-pre-softmax, nor those of one expert "
-                "with other scores, so the model would not begin as the dense one; leave it out"
+                "the weights of a token's experts do not add up to 1 with --moe-router-pre-softmax, so the model would not begin "
+                "as the dense one; leave it out"
             )
         if problems:
             raise ConfigError(problems)

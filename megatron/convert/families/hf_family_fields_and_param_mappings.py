@@ -39,6 +39,12 @@ NO_LM_HEAD = (
     *("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
     "ForMultipleChoice",
 )
+# Heads of other tasks, as regular expressions of their tensors' names -> the suffixes of the architectures that have them.
+HEADS_OF_OTHER_TASKS = {
+    r"(score|classifier)\..+": ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice"),
+    r"qa_outputs\..+": ("ForQuestionAnswering",),
+    r"multiple_choice_head\..+": ("DoubleHeadsModel",),
+}
 
 
 class Head(NamedTuple):

@@ -174,6 +174,47 @@ def test_a_head_that_the_architecture_lacks_is_named_and_stays_away(
         assert written == base
 
 
+OF_ANOTHER_TASK = [
+    ("llama", "LlamaForSequenceClassification", ("lm_head.",), {"score.weight": (3, 24)}),
+    ("gpt2-untied", "GPT2DoubleHeadsModel", (), {"multiple_choice_head.summary.weight": (1, 24)}),
+    (
+        "bert",
+        "BertForTokenClassification",
+        ("cls.", "bert.pooler."),
+        {"classifier.weight": (3, 24), "classifier.bias": (3,)},
+    ),
+    (
+        "bert",
+        "BertForQuestionAnswering",
+        ("cls.", "bert.pooler."),
+        {"qa_outputs.weight": (2, 24), "qa_outputs.bias": (2,)},
+    ),
+    ("mixtral", "MixtralForSequenceClassification", ("lm_head.",), {"score.weight": (3, 24)}),
+]
+
+
+@pytest.mark.parametrize(("case", "architecture", "absent", "own"), OF_ANOTHER_TASK)
+def test_the_head_of_another_task_is_left_out_and_named(
+    case: str, architecture: str, absent: tuple[str, ...], own: dict, tmp_path: Path, capsys
+):
+    folder = without(tmp_path / "in", case, *absent, architectures=[architecture])
+    expected = read_tensors(folder)
+    record = read_record(case)
+    config = record["config"] | {"architectures": [architecture]}
+    shapes = {name: shape for name, shape in record["shapes"].items() if not absent or not name.startswith(absent)}
+    write_folder(tmp_path / "headed", record | {"config": config, "shapes": shapes | own})
+    assert checkpoint_convert.main(["--load", str(tmp_path / "headed"), "--save-hf", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in own) and "another task" in said
+    assert read_tensors(tmp_path / "out") == expected
+    # without the architecture that has it, nothing says what such a tensor is
+    write_folder(
+        tmp_path / "odd", record | {"config": config | {"architectures": ["OwnModel"]}, "shapes": shapes | own}
+    )
+    assert checkpoint_convert.main(["--load", str(tmp_path / "odd"), "--save-hf", str(tmp_path / "odd_out")]) == 1
+    assert "for which the model has no place" in capsys.readouterr().err
+
+
 def test_an_unknown_architecture_and_half_a_head_are_no_excuse(tmp_path: Path, capsys):
     folders = [
         without(tmp_path / "unknown", "llama", "lm_head.", architectures=["OwnModel"]),

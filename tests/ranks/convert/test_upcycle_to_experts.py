@@ -85,7 +85,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
         ({"num_experts": 6, "moe_router_topk": 2}, 4, "--num-experts 6 --moe-upcycling-granularity 4"),
         ({"num_experts": 4, "moe_router_topk": 3}, 2, "--moe-router-topk 3 --moe-upcycling-granularity 2"),
         ({"num_experts": 4}, 3, "--moe-upcycling-granularity 3 40"),
-        ({"num_experts": 1}, 1, "--num-experts 1"),
+        ({"num_experts": 1}, 1, "--num-experts 1 is no mixture"),
+        ({"num_experts": 4, "moe_router_topk": 1}, 1, "--moe-router-topk 1 give 2 or more"),
+        ({"num_experts": 4, "moe_router_topk": 1, "moe_router_score_function": "sigmoid"}, 1, "give 2 or more"),
         ({"num_experts": 4, "moe_router_topk": 8}, 1, "--moe-router-topk 8 4"),
         ({"num_experts": 4, "moe_router_pre_softmax": True}, 1, "--moe-router-pre-softmax"),
     ):
