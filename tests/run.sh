@@ -50,14 +50,13 @@ tests() {
     "$VENV/bin/python" -m pytest "$@" || [ $? = 5 ]
 }
 
-# In a process more than there are cores, since each waits a tenth of its time; each with files of its own at first, so that what a file
-# computes once is computed once.
+# In $1 processes, each with files of its own at first, so that what a file computes once is computed once.
 threads() {
-    tests -n $((CORES + 1)) --dist worksteal -m "$1" tests/unit tests/ranks tests/promises tests/test_architecture.py "${@:2}"
+    tests -n "$1" --dist worksteal -m "$2" tests/unit tests/ranks tests/promises tests/test_architecture.py "${@:3}"
 }
 
 if [ -n "$FAST" ]; then
-    threads "not full and not sweep" "$@"
+    threads "$CORES" "not full and not sweep" "$@"
     exit
 fi
 
@@ -70,7 +69,8 @@ tests -n "$FILES" --dist loadfile -m "not full" tests/processes tests/gpu "$@" >
 OF_PROCESSES=$!
 set +m
 FAILED=
-threads "not sweep" "$@" || FAILED=yes
+# One more than there are cores, since the longer tests wait a tenth of their time.
+threads $((CORES + 1)) "not sweep" "$@" || FAILED=yes
 wait "$OF_PROCESSES" || FAILED=yes
 OF_PROCESSES=
 [ -z "$FAILED" ]
