@@ -133,9 +133,8 @@ class _Reader:
         flags = groups.get(_RECIPE)
         if flags is None or flags.id != "mapping":
             return root
-        self.no_effect |= dict.fromkeys(
-            groups.keys() - {_RECIPE}, f"what a run reads of Megatron's test recipes is {_RECIPE}"
-        )
+        others = [name for name in groups if name != _RECIPE]
+        self.no_effect |= dict.fromkeys(others, f"what a run reads of Megatron's test recipes is {_RECIPE}")
         return flags
 
     def read_group(self, group: Any) -> None:
