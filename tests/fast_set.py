@@ -38,6 +38,8 @@ ONE_IN = {
     "ranks/models/test_lora.py::test_every_layout_trains_adapters_as_one_process": 4,
     "ranks/models/test_matmul_backend.py::test_every_layout_trains_with_8_bits_as_one_process": 4,
     "ranks/transformer/test_moe_layouts.py::test_every_layout_trains_as_one_process": 8,
+    "ranks/transformer/test_moe_runs.py::test_what_is_sent_is_waited_for_whichever_parameters_train": 6,
+    "ranks/training/test_dry_run.py::test_tokens_reach_experts_that_do_not_divide_them": 5,
     "ranks/ops/test_aux_losses.py::test_every_layout_trains_as_one_process": 4,
     "ranks/models/test_recipes.py::test_a_recipe_parses_and_has_the_published_parameters": 5,
     "ranks/dist_checkpointing/test_save_matrix.py::test_what_is_saved_is_resumed_to_the_bit_and_resharded": 6,
@@ -50,6 +52,8 @@ ONE_IN = {
 
 # Tests that the fast set leaves out, each a fifth of a second or more: runs, every command of a page, what waits for a process.
 FULL_ONLY = {
+    "unit/pipeline_parallel/test_lower.py::test_a_stage_is_reduced_once_after_its_last_gradient_and_its_sends",
+    "unit/project/test_named_calls.py::test_the_tables_have_no_row_too_many",
     "ranks/convert/test_absent_tensors.py::test_a_published_bert_without_its_token_types_is_told_which_flag_to_leave_out",
     "ranks/convert/test_absent_tensors.py::test_a_run_is_refused_by_names_before_its_model_takes_memory",
     "ranks/convert/test_absent_tensors.py::test_megatrons_sinks_are_parameters_of_ours",
