@@ -52,8 +52,6 @@ ONE_IN = {
 
 # Tests that the fast set leaves out, each a fifth of a second or more: runs, every command of a page, what waits for a process.
 FULL_ONLY = {
-    "unit/pipeline_parallel/test_lower.py::test_a_stage_is_reduced_once_after_its_last_gradient_and_its_sends",
-    "unit/project/test_named_calls.py::test_the_tables_have_no_row_too_many",
     "ranks/convert/test_absent_tensors.py::test_a_published_bert_without_its_token_types_is_told_which_flag_to_leave_out",
     "ranks/convert/test_absent_tensors.py::test_a_run_is_refused_by_names_before_its_model_takes_memory",
     "ranks/convert/test_absent_tensors.py::test_megatrons_sinks_are_parameters_of_ours",
@@ -228,6 +226,7 @@ FULL_ONLY = {
     "unit/project/test_command_help.py::test_the_commands_are_listed_and_run",
     "unit/project/test_command_help.py::test_the_help_is_that_of_the_parser_of_a_run",
     "unit/project/test_named_calls.py::test_an_attribute_is_named_in_text_where_its_name_is_somebody_elses_or_in_its_reader",
+    "unit/project/test_named_calls.py::test_the_tables_have_no_row_too_many",
     "unit/project/test_parity_sweep.py::test_the_main_product_has_every_combination_once",
     "unit/project/test_pictures.py::test_every_picture_is_shown_by_its_pages_with_words_that_say_what_it_shows",
     "unit/project/test_project_files.py::test_the_version_is_one",

@@ -68,7 +68,8 @@ KEYS_WITHOUT_EFFECT: dict[str, str] = {
     "max_sequence_length": "written by early conversions of Llama; transformers reads max_position_embeddings",
 }
 
-# Keys of other classes, with the value that says: there is no such thing.
+# Keys of other classes, with the value that switches a part off. A class that does not read a key computes the same
+# whatever it says; any other value is refused, since whoever wrote it expects the part.
 _NOTHING: dict[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "lm_head_bias"), False),
     **dict.fromkeys(("use_sliding_window", "use_mrope"), False),
@@ -85,7 +86,7 @@ def reason_without_effect(key: str, value: Any) -> str | None:
     if value is None:
         return "null: nothing is set"
     if key in _NOTHING and value == _NOTHING[key] and type(value) is type(_NOTHING[key]):
-        return "what the class computes anyway"
+        return "a part of another class, switched off"
     if key == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value):
         return "no layer of the class has a window"
     return None

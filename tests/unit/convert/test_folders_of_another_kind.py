@@ -221,7 +221,7 @@ def test_packed_values_are_no_damage(dtype: str, tmp_path: Path):
         ("gemma", {"use_sliding_window": False, "n_shared_experts": 0}),
     ],
 )
-def test_a_key_of_another_class_that_says_there_is_no_such_part_changes_nothing(case: str, keys: dict, tmp_path: Path):
+def test_a_key_of_another_class_that_says_there_is_no_such_part_changes_nothing(case: str, keys: dict):
     config = read_record(case)["config"]
     if "sliding_window" in config and "layer_types" in keys:
         config = config | {"sliding_window": None}
